@@ -1,0 +1,82 @@
+"""What all tests share. Markers are explained in pyproject.toml."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test never waits for a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch  # noqa: E402
+
+from minichunk.threads import num_threads  # noqa: E402
+
+torch.set_num_threads(num_threads())
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture
+def run_python():
+    """run_python(code, **environment) runs `code` in a fresh interpreter and returns what it printed."""
+
+    def run(code: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def pytest_collection_modifyitems(items):
+    """`-m "not notebook"` and `-m "not gpu"` work without a mark on each notebook and without a skip in each test."""
+    for item in items:
+        if getattr(item, "nbmake", False):
+            item.add_marker("notebook")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def hidden_widget_error(notebook) -> str | None:
+    """The first exception that a widget of an executed notebook caught: "ValueError: …" and its traceback.
+
+    ipywidgets' Output (and `interact`, which is built on it) stores an exception in the widget's state, not among
+    the cell's outputs, so the cell looks fine.
+    """
+    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
+    for model in states.get("state", {}).values():
+        for output in model["state"].get("outputs") or ():
+            if output["output_type"] == "error":
+                return f"{output['ename']}: {output['evalue']}\n" + "\n".join(output["traceback"])
+    return None
+
+
+def _fail_on_hidden_errors():
+    """nbmake passes a notebook whose widgets caught an exception; this makes such a notebook fail."""
+    from nbmake import nb_run
+    from nbmake.nb_result import NotebookError
+
+    plain = nb_run.NotebookRun.execute
+
+    def execute(self):
+        result = plain(self)
+        hidden = None if result.error else hidden_widget_error(result.nb)
+        if hidden:
+            summary = f"a widget hid {hidden.splitlines()[0]}"
+            result.error = NotebookError(summary=summary, trace=hidden, failing_cell_index=-1)
+        return result
+
+    nb_run.NotebookRun.execute = execute
+
+
+_fail_on_hidden_errors()
