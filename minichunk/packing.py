@@ -121,12 +121,16 @@ class PackedBatch:
             raise ValueError(f"cu_seqlens_q must rise from 0 to {tokens}, got {cu.tolist()}")
         room = self.block_tables.shape[1] * self.block_size
         if (self.seq_lens_k < 1).any() or (self.seq_lens_k > room).any():
-            raise ValueError(f"seq_lens_k must lie in 1..{room} (the block tables' room), got {self.seq_lens_k.tolist()}")
+            raise ValueError(
+                f"seq_lens_k must lie in 1..{room} (the block tables' room), got {self.seq_lens_k.tolist()}"
+            )
         if self.logits_rows.size and not (0 <= self.logits_rows.min() and self.logits_rows.max() < tokens):
             raise ValueError(f"logits_rows must lie in 0..{tokens - 1}, got {self.logits_rows.tolist()}")
         sampled = sum(c.is_last for c in self.chunks)
         if len(self.logits_rows) != sampled:
-            raise ValueError(f"logits_rows has {len(self.logits_rows)} rows, but {sampled} chunks end their request's tokens")
+            raise ValueError(
+                f"logits_rows has {len(self.logits_rows)} rows, but {sampled} chunks end their request's tokens"
+            )
         if tokens and (self.positions.min() < 0 or self.token_ids.min() < 0 or self.slot_mapping.min() < 0):
             raise ValueError("token_ids, positions and slot_mapping must not be negative")
 

@@ -256,7 +256,9 @@ class Run:
                 raise
             raise BadRunFile(f"{path}: not a gzip JSON run file ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise BadRunFile(f"{path}: no {FORMAT} file (format is {body.get('format') if isinstance(body, dict) else type(body).__name__!r})")
+            raise BadRunFile(
+                f"{path}: no {FORMAT} file (format is {body.get('format') if isinstance(body, dict) else type(body).__name__!r})"
+            )
         if body.get("version") != VERSION:
             raise BadRunFile(f"{path}: version {body.get('version')!r}, this minichunk reads {VERSION}")
         try:
@@ -264,7 +266,9 @@ class Run:
             steps = [_step_from_json(s, body["requests"]) for s in body["steps"]]
             run = cls(body["meta"], requests, steps, {k: v for k, v in body["vocab"]})
         except (KeyError, TypeError, ValueError) as error:
-            raise BadRunFile(f"{path}: a part is missing or has the wrong form ({type(error).__name__}: {error})") from error
+            raise BadRunFile(
+                f"{path}: a part is missing or has the wrong form ({type(error).__name__}: {error})"
+            ) from error
         return run
 
 

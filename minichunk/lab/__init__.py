@@ -1,0 +1,27 @@
+"""The classroom: `from minichunk import lab` in a notebook. The engine never imports it.
+
+Names are looked up when they are used: plotly and ipywidgets are imported by the first figure or widget.
+"""
+
+import importlib
+
+_HOME = {
+    "exercises": ["WrongAnswer", "broken", "check", "exercise", "solved"],
+    "predictions": ["predict", "reveal", "score", "skip", "which_bug"],
+    "scenes": ["about", "engine", "replay", "rush_hour", "same_answers", "step_sweep", "tokens"],
+    "controls": ["BudgetSelector", "budget_selector"],
+    "views": ["budget_latency", "stalls", "step_strip", "timeline", "ttft_tbt"],
+    "scrubber": ["scrub"],
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"minichunk.lab has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"minichunk.lab.{_MODULE_OF[name]}"), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,589 @@
+"""The engine: requests in, tokens out, a mixed batch a step.
+
+Request → Scheduler → [Chunk…] → pack, place → PackedBatch → ModelRunner → logits → sample → commit → StepRecord
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from minichunk import __version__
+from minichunk.attention import AttentionBackend, make_backend
+from minichunk.blocks import BlockError, BlockPool, num_blocks_needed
+from minichunk.models import load
+from minichunk.packing import PackedBatch, pack_tokens, place
+from minichunk.record import RequestRecord, Run, StepRecord
+from minichunk.request import Chunk, Completion, Request, SamplingParams
+from minichunk.runner import ModelRunner, block_bytes
+from minichunk.sampling import request_seed, sample
+from minichunk.scheduler import Policy, Scheduler, StepPlan, make_policy
+from minichunk.text import Detokenizer
+
+CPU_KV_BYTES = 1 << 30
+Prompt = str | Sequence[int]
+
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()  # read only to name, in an error, who else holds memory
+
+
+class Engine:
+    """Runs a model over mixed batches of prompts and decodes.
+
+    model: "smollm2", "tiny", "random:llama-3-8b", a hub id, a folder, or a transformers model object, which is left
+        untouched: the engine runs a twin with the same weights.
+    attention: auto, torch, triton, or a backend object. device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16.
+    policy: mixed, prefill_first, whole_prompt, leftover, share(x), a Policy, or a function
+        plan_step(running, waiting, budget, chunk_size) → [(request, length), …].
+    max_batch_tokens: the budget of a step in tokens. chunk_size: most tokens of one request a step.
+    max_requests: most running at once. max_model_len: most tokens of a request, prompt and output.
+    block_size in tokens; num_blocks: default as many as max_requests × max_model_len needs, within 1 GiB on a CPU and
+        `gpu_memory` of a card's free memory.
+    prefix_cache: find computed blocks again. seed: of requests that bring none, and of random weights.
+    check: assert every invariant after every step. pack, place, pool: a learner's own parts.
+
+    Raises ValueError with the numbers when options do not go together.
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2",
+        *,
+        tokenizer: Any = None,
+        attention: str | AttentionBackend = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        policy: str | Policy | Callable = "mixed",
+        max_batch_tokens: int | None = None,
+        chunk_size: int | None = None,
+        max_requests: int | None = None,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        gpu_memory: float = 0.5,
+        prefix_cache: bool = True,
+        seed: int = 0,
+        compile: str = "auto",
+        graphs: str = "auto",
+        check: bool = False,
+        pack: Callable = pack_tokens,
+        place: Callable = place,
+        pool: Any = None,
+    ):
+        for name, value in dict(max_batch_tokens=max_batch_tokens, chunk_size=chunk_size, max_requests=max_requests,
+                                max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks).items():  # fmt: skip
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        policy = make_policy(policy)
+        may_cut = getattr(policy, "may_cut", True)
+        if not may_cut and chunk_size is not None:
+            raise ValueError(f"policy {policy.name} never cuts a prompt: leave out chunk_size={chunk_size}")
+        device = _device(device)
+        dtype = _dtype(dtype, device, model)
+        loaded = load(model, tokenizer=tokenizer, device=device, dtype=dtype, seed=seed)
+        self.model, self.tokenizer, self.vocab_size = loaded.model, loaded.tokenizer, loaded.vocab_size
+        self.eos_token_ids = frozenset(loaded.eos_token_ids)
+        if max_model_len is None:
+            max_model_len = loaded.max_model_len or 4096
+        elif loaded.max_model_len and max_model_len > loaded.max_model_len:
+            raise ValueError(f"max_model_len {max_model_len} is above the model's {loaded.max_model_len} positions")
+        self.max_model_len = max_model_len
+        budget = max_batch_tokens or (512 if may_cut else max_model_len)
+        max_requests = max_requests or min(64, budget)
+        if budget < max_requests:
+            raise ValueError(
+                f"max_batch_tokens {budget} is below max_requests {max_requests}: a step must hold a decode of each"
+            )
+
+        self.attention = make_backend(attention, device) if isinstance(attention, str) else attention
+        if num_blocks is None and pool is not None:
+            num_blocks = pool.num_free
+        if num_blocks is None:
+            num_blocks = _fitting_blocks(
+                loaded.layers, block_size, dtype, device, gpu_memory, max_requests, max_model_len
+            )
+        self.runner = _make_runner(
+            loaded,
+            self.attention,
+            num_blocks,
+            block_size,
+            dtype,
+            device,
+            compile,
+            graphs,
+            max_requests,
+            budget,
+            max_model_len,
+        )
+        self.pool = pool if pool is not None else BlockPool(num_blocks, block_size, prefix_cache)
+        self.scheduler = Scheduler(self.pool, policy, budget, chunk_size, max_requests, block_size)
+        self.num_blocks, self.block_size, self.seed, self._check = num_blocks, block_size, seed, check
+        self._pack, self._place = pack, place
+        # A learner's part may fail in the middle of a step: then the step is undone.
+        self._undoable = (
+            pack is not pack_tokens or place is not _place or pool is not None or not isinstance(policy, Policy)
+        )
+        self._requests: dict[int, Request] = {}  # live ones
+        self._completions: dict[int, Completion] = {}
+        self._streams: dict[int, list] = {}
+        self._arrived: list[int] = []
+        self._aborted: list[int] = []
+        self._count = 0
+        self._epoch = time.perf_counter()
+        self._run = Run(meta=self._meta(loaded.name, policy, device, dtype))
+        _alive.add(self)
+
+    def _meta(self, name: str, policy: Any, device: torch.device, dtype: torch.dtype) -> dict:
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {
+            "model": name, "policy": getattr(policy, "name", getattr(policy, "__name__", type(policy).__name__)),
+            "max_batch_tokens": self.scheduler.max_batch_tokens, "chunk_size": self.scheduler.chunk_size,
+            "max_requests": self.scheduler.max_requests, "max_model_len": self.max_model_len,
+            "block_size": self.block_size, "num_blocks": self.num_blocks, "prefix_cache": getattr(self.pool, "prefix_cache", False),
+            "device": str(device), "dtype": str(dtype).removeprefix("torch."), "attention": self.attention.name,
+            "source": f"LIVE {card}", "threads": torch.get_num_threads(), "seed": self.seed,
+            "mode": self.runner.mode, "versions": {"minichunk": __version__, "torch": torch.__version__},
+            "date": time.strftime("%Y-%m-%d"),
+        }  # fmt: skip
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, arrival: float | None = None) -> int:
+        """Queues a prompt (text or token ids); returns its id. arrival: seconds on the engine's clock, default now.
+
+        Raises ValueError with the numbers when it could never run.
+        """
+        self._require_open()
+        params = params or SamplingParams()
+        ids = self._encode(prompt)
+        self._refuse(ids, params)
+        return self._add(ids, params, self._now() if arrival is None else arrival)
+
+    def _add(self, ids: list[int], params: SamplingParams, arrival: float) -> int:
+        number, self._count = self._count, self._count + 1
+        seed = params.seed if params.seed is not None else request_seed(self.seed, number)
+        request = Request(number, list(ids), len(ids), params, arrival, seed)
+        if self.tokenizer is not None:
+            request.detokenizer = Detokenizer(self.tokenizer, params.stop)
+        self._requests[number] = request
+        self.scheduler.add(request)
+        self._arrived.append(number)
+        self._run.requests[number] = RequestRecord(
+            number, list(ids), [], arrival, token_times=request.metrics.token_times
+        )
+        return number
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this engine has no tokenizer: give token ids, or Engine(…, tokenizer=…)")
+            return list(self.tokenizer(prompt)["input_ids"])
+        try:
+            return [int(token) for token in prompt]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a prompt is text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
+            ) from error
+
+    def _refuse(self, ids: list[int], params: SamplingParams) -> None:
+        """What can never run is refused here, before it disturbs anybody."""
+        total, slots = len(ids) + params.max_tokens, len(ids) + params.max_tokens - 1
+        if not ids:
+            raise ValueError("the prompt is empty: there is no token to start from")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        if total > self.max_model_len:
+            raise ValueError(
+                f"prompt {len(ids)} + max_tokens {params.max_tokens} = {total} is above max_model_len {self.max_model_len}: "
+                f"shorten the prompt, or ask for at most {max(0, self.max_model_len - len(ids))} tokens"
+            )
+        budget = self.scheduler.max_batch_tokens
+        if not self.scheduler.may_cut and total > budget:
+            raise ValueError(
+                f"prompt {len(ids)} + max_tokens {params.max_tokens} = {total} is above max_batch_tokens {budget}, and this "
+                f"policy never cuts a prompt: give the engine max_batch_tokens={total}, or use policy='mixed'"
+            )
+        room = self.num_blocks * self.block_size
+        if num_blocks_needed(slots, self.block_size) > self.num_blocks:
+            raise ValueError(
+                f"prompt {len(ids)} + max_tokens {params.max_tokens} needs {slots} cache slots, the pool has {room} "
+                f"({self.num_blocks} blocks of {self.block_size}): give the engine num_blocks={num_blocks_needed(slots, self.block_size)}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or Engine(…, tokenizer=…)")
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def run(self) -> Run:
+        """Everything recorded so far."""
+        if self.tokenizer is not None:
+            seen = {t for r in self._run.requests.values() for t in (*r.prompt_ids, *r.output_ids)}
+            for token in seen - self._run.vocab.keys():
+                self._run.vocab[token] = self.tokenizer.decode([token])
+        return self._run
+
+    def result(self, id: int) -> Completion | None:
+        """The completion of a request, None while it is not finished. KeyError for an unknown id."""
+        if id not in self._completions and id not in self._requests:
+            raise KeyError(id)
+        return self._completions.get(id)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, progress: bool = False
+    ) -> list[Completion]:  # fmt: skip
+        """Completions in the order of the prompts: text, a token list, or a list of those. All are checked before any
+        is added. Other requests of this engine go on beside them."""
+        self._require_open()
+        if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, int) for p in prompts)):
+            prompts = [prompts]
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else list(params)
+        )
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} SamplingParams")
+        encoded = [self._encode(p) for p in prompts]
+        for ids, one in zip(encoded, each):
+            self._refuse(ids, one)
+        now = self._now()
+        ids = [self._add(tokens, one, now) for tokens, one in zip(encoded, each)]
+        return self._finish_all(ids, progress)
+
+    def _finish_all(self, ids: list[int], progress: bool) -> list[Completion]:
+        """Steps until these are done; an interruption aborts them."""
+        open_ids = set(ids)
+        try:
+            with tqdm(total=len(ids), disable=not progress, unit="request") as bar:
+                while open_ids:
+                    self.step()
+                    done = {i for i in open_ids if i in self._completions}
+                    open_ids -= done
+                    bar.update(len(done))
+        except BaseException:
+            for id in open_ids:
+                self.abort(id)
+            raise
+        return [self._completions[i] for i in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[str | None, int]]:
+        """Yields (text_delta, token_id) for each token; the deltas make up the completion's text, half a character and
+        a possible stop string held back. text_delta is None without a tokenizer. Closing it aborts the request.
+        A request that fails raises RuntimeError with the cause."""
+        self._require_open()
+        params = params or SamplingParams()
+        ids = self._encode(prompt)
+        self._refuse(ids, params)
+        return self._stream(ids, params)
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[tuple[str | None, int]]:
+        id = self._add(ids, params, self._now())
+        pieces = self._streams[id] = []
+        try:
+            while True:
+                while pieces:
+                    yield pieces.pop(0)
+                done = self._completions.get(id)
+                if done is not None and not pieces:
+                    if done.finish_reason == "error":
+                        raise RuntimeError(f"request {id} failed: {done.error}")
+                    return
+                self.step()
+        finally:
+            self._streams.pop(id, None)
+            self.abort(id)
+
+    def chat(self, messages: str | list[dict], params: SamplingParams | None = None, stream: bool = False):
+        """Answers a conversation through the model's chat template: [{"role": …, "content": …}, …] or one user's text.
+        Returns a Completion, or with stream=True what `stream` yields."""
+        ids = self.chat_ids(messages)
+        return self.stream(ids, params) if stream else self.generate(ids, params)[0]
+
+    def chat_ids(self, messages: str | list[dict]) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's answer begins."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("chat needs a tokenizer with a chat template; use generate for plain prompts")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return list(
+            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
+
+    def replay(
+        self, requests: Iterable[tuple[float, Prompt, SamplingParams | None]], on_step: Callable[[StepRecord], None] | None = None
+    ) -> list[Completion]:  # fmt: skip
+        """Replays (arrival in seconds from now, prompt, params) in real time; completions in the order given.
+
+        A mapping with those three keys will do too. All are checked before the first is added. on_step(record) is
+        called after each step.
+        """
+        self._require_open()
+        given = [(r["arrival"], r["prompt"], r.get("params")) if isinstance(r, Mapping) else tuple(r) for r in requests]
+        todo = [(float(arrival), self._encode(prompt), params or SamplingParams()) for arrival, prompt, params in given]
+        for _, ids, params in todo:
+            self._refuse(ids, params)
+        order = sorted(range(len(todo)), key=lambda i: todo[i][0])
+        added: dict[int, int] = {}
+        start = self._now()
+        try:
+            while len(added) < len(todo) or any(i not in self._completions for i in added.values()):
+                while len(added) < len(todo) and start + todo[order[len(added)]][0] <= self._now():
+                    at, ids, params = todo[order[len(added)]]
+                    added[order[len(added)]] = self._add(ids, params, start + at)
+                record = self.step()
+                if record is None:
+                    self._sleep(max(0.0, start + todo[order[len(added)]][0] - self._now()))
+                elif on_step:
+                    on_step(record)
+        except BaseException:
+            for id in added.values():
+                self.abort(id)
+            raise
+        return [self._completions[added[i]] for i in range(len(todo))]
+
+    def abort(self, id: int) -> None:
+        """Ends a request; its completion says "abort" and keeps what came. Unknown id: KeyError. Finished: nothing."""
+        if id in self._completions:
+            return
+        request = self._requests[id]
+        self._finish(request, "abort", self._now())
+        self._aborted.append(id)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+    def step(self) -> StepRecord | None:
+        """Plans, packs, computes, samples, commits. None when there is no work."""
+        self._require_open()
+        if not self.scheduler.has_work:
+            return None
+        start = self._now()
+        plan, batch = self._plan(start)
+        packed = self._now()
+        finished = list(self._aborted)
+        computed: list[Chunk] = []
+        try:
+            finished += self._compute(plan.chunks, batch, computed)
+        finally:  # an interrupted step computed nothing, but its admissions and blocks are on record
+            end = self._now()
+            record = self._record(plan, computed, start, packed, end, finished)
+        if self._check:
+            self._check_step(plan, batch)
+        return record
+
+    def _plan(self, start: float) -> tuple[StepPlan, PackedBatch]:
+        undo = self.scheduler.snapshot() if self._undoable else None
+        try:
+            plan = self.scheduler.plan()
+            self._planned = self._now()
+            batch = PackedBatch.build(
+                plan.chunks, [c.request.table for c in plan.chunks], self.block_size, self._pack, self._place
+            )
+            self.runner.check_ranges(batch)
+        except BaseException:
+            if undo:
+                undo()
+            raise
+        for id in plan.admitted:
+            metrics = self._requests[id].metrics
+            if metrics.first_scheduled is None:
+                metrics.first_scheduled = self._run.requests[id].first_scheduled = start
+            metrics.cached_tokens += plan.hits.get(id, 0)
+        return plan, batch
+
+    def _compute(self, chunks: list[Chunk], batch: PackedBatch, computed: list[Chunk]) -> list[int]:
+        """Forward, sampling, commit. Fills `computed`; returns the ids that finished."""
+        sampled = [c.request for c in chunks if c.is_last]
+        try:
+            logits = self.runner.run(batch)
+            forwarded = self._now()
+            tokens, logprobs = sample(logits, sampled) if sampled else ([], [])
+        except Exception as error:  # the forward failed: its requests end, none of its blocks is findable
+            computed += chunks
+            for chunk in chunks:
+                self._finish(chunk.request, "error", self._now(), f"{type(error).__name__}: {error}")
+            self._forwarded = self._sampled = self._now()
+            return [c.id for c in chunks]
+        self._forwarded, self._sampled = forwarded, self._now()
+        computed += chunks
+        self.scheduler.commit(chunks)
+        now = self._now()
+        return [r.id for r, token, lp in zip(sampled, tokens, logprobs) if self._accept(r, token, lp, now)]
+
+    def _accept(self, request: Request, token: int | None, logprob, now: float) -> bool:
+        """Gives a request its new token; True when it is finished."""
+        if token is None:
+            self._finish(request, "error", now, "the logits of this request are not finite: no token can be chosen")
+            return True
+        request.token_ids.append(token)
+        request.metrics.token_times.append(now)
+        self._run.requests[request.id].output_ids.append(token)
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        params, text = request.params, request.detokenizer
+        delta = text.push(token) if text else None
+        stopped = (token in self.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
+        reason = None
+        if stopped or (text and text.stopped):
+            reason = "stop"
+        elif request.num_tokens - request.num_prompt_tokens >= params.max_tokens:
+            reason = "length"
+        if reason and text:
+            delta += text.flush()
+        if request.id in self._streams:
+            self._streams[request.id].append((delta, token))
+        if reason:
+            self._finish(request, reason, now)
+        return reason is not None
+
+    def _finish(self, request: Request, reason: str, now: float, error: str | None = None) -> None:
+        """The request leaves with what it has; its blocks come home."""
+        self.scheduler.remove(request)
+        del self._requests[request.id]
+        text = request.detokenizer
+        if text:
+            text.flush()
+        request.finish_reason, request.error, request.metrics.finished = reason, error, now
+        logprobs = request.logprobs if request.params.logprobs is not None else None
+        self._completions[request.id] = Completion(
+            request.id,
+            request.prompt_ids,
+            text.text if text else None,
+            request.output_ids,
+            reason,
+            logprobs,
+            request.metrics,
+            error,
+        )
+        record = self._run.requests[request.id]
+        record.finish_reason, record.finished = reason, now
+
+    def _record(
+        self, plan: StepPlan, computed: list[Chunk], start: float, packed: float, end: float, finished: list[int]
+    ) -> StepRecord:
+        pool, size = self.pool, self.block_size
+        cached = getattr(pool, "num_cached", 0)
+        wasted = sum(len(r.table) * size - r.num_computed for r in self.scheduler.running)
+        marks = [start, self._planned, packed]
+        if computed:
+            marks += [self._forwarded, self._sampled, end]
+        record = StepRecord(
+            index=len(self._run.steps), start=start, end=end, budget=self.scheduler.max_batch_tokens,
+            chunks=[(c.id, c.start, c.length, c.is_last, c.is_decode) for c in computed],
+            admitted=plan.admitted, preempted=plan.preempted, finished=finished,
+            used=self.num_blocks - pool.num_free, cached=cached, empty=pool.num_free - cached, wasted_slots=wasted,
+            hits=plan.hits, attention=self.attention.explain(), arrived=self._arrived, grown=plan.grown,
+            block_states=dict(getattr(pool, "given_up", {})),
+            times=dict(zip(("plan", "pack", "forward", "sample", "commit"), (b - a for a, b in zip(marks, marks[1:])))),
+        )  # fmt: skip
+        self._run.steps.append(record)
+        self._arrived, self._aborted = [], []
+        getattr(pool, "given_up", {}).clear()
+        return record
+
+    def _check_step(self, plan: StepPlan, batch: PackedBatch) -> None:
+        tokens = sum(c.length for c in plan.chunks)
+        if not 1 <= tokens <= self.scheduler.max_batch_tokens:
+            raise BlockError(f"a step of {tokens} tokens, the budget is {self.scheduler.max_batch_tokens}")
+        if len(set(batch.slot_mapping.tolist())) != tokens:
+            raise BlockError(f"two of {tokens} tokens were written to one slot: {batch.slot_mapping.tolist()}")
+        self.scheduler.check()
+
+    # --- life --------------------------------------------------------------------------------------------------------
+    def explain(self) -> str:
+        """How steps run here, in words: attention kernels, compiled layers, graphs."""
+        return f"{self.runner.explain()}; attention: {self.attention.explain()}"
+
+    def close(self) -> None:
+        """Aborts what is live and gives the memory back. The results and the run stay readable."""
+        for id in list(self._requests):
+            self.abort(id)
+        self.model = self.runner = None
+        _alive.discard(self)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        meta = self._run.meta
+        state = (
+            "closed"
+            if self.runner is None
+            else f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        )
+        return f"Engine({meta['model']}, {meta['policy']}, budget {meta['max_batch_tokens']}, {meta['num_blocks']} blocks of {meta['block_size']}, {meta['device']}; {state})"
+
+    def _require_open(self) -> None:
+        if self.runner is None:
+            raise RuntimeError("this engine is closed: make a new one")
+
+    def _now(self) -> float:
+        """Seconds since the engine was made."""
+        return time.perf_counter() - self._epoch
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+_place = place  # the module's own, under a name that __init__'s argument does not hide
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device, model: Any) -> torch.dtype:
+    if dtype == "auto":
+        if not isinstance(model, str) and hasattr(model, "dtype"):
+            return model.dtype
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    found = named.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype must be auto, {', '.join(named)}, got {dtype!r}")
+    return found
+
+
+def _fitting_blocks(layers, block_size: int, dtype: torch.dtype, device: torch.device, gpu_memory: float, max_requests: int, max_model_len: int) -> int:  # fmt: skip
+    """As many blocks as max_requests × max_model_len needs, within the memory allowed."""
+    if not 0 < gpu_memory <= 1:
+        raise ValueError(f"gpu_memory is a share of the card's free memory, above 0 and at most 1, got {gpu_memory}")
+    each = block_bytes(layers, block_size, dtype)
+    room = CPU_KV_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0] * gpu_memory)
+    fitting = room // each - 1  # the spare block
+    if fitting < 1:
+        raise MemoryError(_no_room(2 * each, room, device))
+    return min(fitting, max_requests * num_blocks_needed(max_model_len, block_size))
+
+
+def _no_room(wanted: int, room: int, device: torch.device) -> str:
+    others = ", ".join(repr(e) for e in _alive) or "none"
+    return (
+        f"{wanted / 1e6:.1f} MB wanted for keys and values on {device}, {room / 1e6:.1f} MB free for them. "
+        f"Engines still alive in this process: {others}. close() the ones you no longer need, or lower num_blocks, max_requests or max_model_len"
+    )
+
+
+def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, max_requests, budget, max_model_len) -> ModelRunner:  # fmt: skip
+    for name, value in dict(compile=compile, graphs=graphs).items():
+        if value not in ("auto", "off"):
+            raise ValueError(f"{name} must be auto or off, got {value!r}")
+    wanted = (num_blocks + 1) * block_bytes(loaded.layers, block_size, dtype)
+    try:
+        return ModelRunner(loaded.model, loaded.layers, attention, num_blocks, block_size)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+            room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            raise MemoryError(_no_room(wanted, room, device)) from error
+        raise
