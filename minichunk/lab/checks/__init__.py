@@ -1,0 +1,95 @@
+"""What a check is: an exercise as data, the result of checking it, and the exercises of all notebooks.
+
+One module a notebook: the reference answer, the cases, and the wrong answers that are recognised, by key.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple
+
+
+class Result(NamedTuple):
+    """ok; key: "passed", one of the exercise's causes, or "not_started", "raised", "too_slow", "unknown";
+    message: all that the learner reads; first_difference: the first value that differs, decoded."""
+
+    ok: bool
+    key: str
+    message: str
+    first_difference: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """check(fn) → Result, with fn already guarded by the watchdog. causes: {key: the likely cause, in words}.
+
+    passed: one line for a right answer. slow: why a call does not end, most likely.
+    """
+
+    id: str
+    reference: Callable
+    check: Callable[[Callable], Result]
+    causes: dict[str, str]
+    passed: str
+    slow: str = "a loop does not end"
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    def wrong(self, key: str, rule: str, case: str, got: Any, wanted: Any, difference: str) -> Result:
+        """A wrong answer in one form: the rule that failed, the smallest input, the first difference, the cause."""
+        lines = [rule, "", f"Smallest input found:  {case}", f"Your answer:  {got}", f"Expected:     {wanted}"]
+        lines += ["", f"First difference:  {difference}"]
+        if key in self.causes:
+            lines += [f"Likely cause:  {self.causes[key]}"]
+        return Result(False, key, "\n".join(lines), difference)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A "which bug?" exercise: `broken` runs unseen, the learner picks one of the options.
+
+    options: {key: (what the learner reads, what is said when it is picked)}; right: the key that is true.
+    """
+
+    id: str
+    broken: Callable
+    question: str
+    options: dict[str, tuple[str, str]]
+    right: str
+
+
+@functools.cache
+def _all() -> dict[str, Exercise | Bug]:
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for entry in importlib.import_module(f"{__name__}.{module.name}").EXERCISES:
+            found[entry.id] = entry
+    return dict(sorted(found.items()))
+
+
+def exercises() -> dict[str, Exercise | Bug]:
+    """{id: exercise} of all notebooks, in order."""
+    return dict(_all())
+
+
+def find(id: str, kind: type) -> Any:
+    """The Exercise or Bug with this id; a KeyError names the ones that exist."""
+    entry = _all().get(id)
+    if not isinstance(entry, kind):
+        known = ", ".join(i for i, e in _all().items() if isinstance(e, kind))
+        raise KeyError(f"no {kind.__name__.lower()} {id!r}; there are {known}")
+    return entry
+
+
+def number(value: Any) -> bool:
+    """A real number, numpy's included, but not True or False."""
+    return not isinstance(value, bool) and hasattr(value, "__float__") and hasattr(value, "__add__")
+
+
+def close(a: Any, b: Any) -> bool:
+    return number(a) and number(b) and abs(float(a) - float(b)) <= 1e-9 * max(1.0, abs(float(b)))

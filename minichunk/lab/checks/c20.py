@@ -1,0 +1,246 @@
+"""Notebook 20: steps under continuous batching (20.1), and whose chunks made a gap long (20.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+from minichunk.lab.checks import Exercise, Result, close, number
+from minichunk.record import RequestRecord, Run, StepRecord
+
+
+# --- 20.1 ---------------------------------------------------------------------------------------------------------
+def continuous_steps(out_lens, slots):
+    waiting, running, steps = list(out_lens), [], 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0))
+        running = [left - 1 for left in running if left > 1]
+        steps += 1
+    return steps
+
+
+def static_steps(out_lens: list[int], slots: int) -> int:
+    """Static batching: a group of `slots` requests runs until its longest is done, then the next group starts."""
+    return sum(max(out_lens[i : i + slots]) for i in range(0, len(out_lens), slots))
+
+
+def _late(out_lens, slots):
+    """A free slot is noticed a step late."""
+    ends = [-1] * slots
+    for length in out_lens:
+        first = ends.index(min(ends))
+        ends[first] += length + 1
+    return max(ends)
+
+
+def _means(out_lens, slots):
+    """What a mean in the place of a maximum gives: the work shared out evenly, or the groups' mean lengths."""
+    groups = [out_lens[i : i + slots] for i in range(0, len(out_lens), slots)]
+    per_slot, of_groups = sum(out_lens) / slots, sum(sum(g) / len(g) for g in groups)
+    return [f(x) for x in (per_slot, of_groups) for f in (float, math.ceil, math.floor, round)]
+
+
+QUEUES = [
+    ([3], 1),
+    ([2, 2], 1),
+    ([3], 2),
+    ([5, 1, 1], 2),
+    ([4, 1, 1, 1], 2),
+    ([1, 4, 2, 3], 2),
+    ([6, 2, 2, 2, 5], 3),
+    ([1, 1, 1, 9, 1, 1, 1, 9], 4),
+    ([30, 4, 7, 2, 19, 5, 5, 12, 3, 40], 4),
+]
+
+
+def check_steps(fn: Callable) -> Result:
+    answers = [(lens, slots, fn(lens, slots), continuous_steps(lens, slots)) for lens, slots in QUEUES]
+    for lens, slots, got, wanted in answers:
+        if number(got) and got == wanted:
+            continue
+        agrees = {
+            "static": all(a == static_steps(n, s) for n, s, a, _ in answers),
+            "idle_slot": all(a == _late(n, s) for n, s, a, _ in answers),
+            "mean": all(number(a) and any(close(a, m) for m in _means(n, s)) for n, s, a, _ in answers),
+        }
+        key = next((k for k, yes in agrees.items() if yes), "unknown")
+        least, most = math.ceil(sum(lens) / slots), static_steps(lens, slots)
+        rule = (
+            f"{sum(lens)} tokens on {slots} slot{'s' * (slots > 1)} need at least {least} steps; "
+            f"static batching takes {most}. A slot that becomes free takes the next request in the very next step."
+        )
+        case = f"out_lens {lens}, slots {slots}"
+        return STEPS.wrong(key, rule, case, got, wanted, _timetable(lens, slots))
+    return Result(True, "passed", STEPS.passed)
+
+
+def _timetable(lens: list[int], slots: int) -> str:
+    """Which request sits in which slot, step by step."""
+    rows, ends = [""] * slots, [0] * slots
+    for n, length in enumerate(lens):
+        first = ends.index(min(ends))
+        rows[first] += chr(65 + n) * length
+        ends[first] += length
+    return "the slots, step by step, should read  " + "  |  ".join(rows)
+
+
+STEPS = Exercise(
+    "20.1",
+    continuous_steps,
+    check_steps,
+    causes={
+        "static": "you wait until the whole group is done. That is static batching: the short ones' slots stand empty.",
+        "idle_slot": "a slot that became free stands empty for a step. Refill before you count the step, not after it.",
+        "mean": "you took a mean. The last slot to finish decides (a maximum), and work cannot be shared out evenly.",
+    },
+    passed="nine queues right, each between the two bounds.",
+    slow="requests never leave: each step must take one token from every request that runs",
+)
+
+
+# --- 20.2 ---------------------------------------------------------------------------------------------------------
+def blame(run, request, gap):
+    previous, end = run.requests[request].token_times[gap : gap + 2]
+    parts = {}
+    for step in run.steps:
+        if previous < step.end <= end:
+            for id, _start, length, _is_last, _is_decode in step.chunks:
+                parts[id] = parts.get(id, 0) + (step.end - previous) * length / step.num_tokens
+            previous = step.end
+    return max(parts, key=parts.get), parts
+
+
+def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int]) -> Run:
+    """A Run from (end in seconds, [(id, start, length)]) steps and {id: prompt length}; every step starts 1/64 s after
+    the one before ended. A chunk that reaches its prompt's end, or lies after it, samples a token."""
+    requests = {id: RequestRecord(id, [0] * n, [], 0.0) for id, n in prompts.items()}
+    records, clock = [], 0.0
+    for index, (end, pieces) in enumerate(steps):
+        chunks = []
+        for id, start, length in pieces:
+            is_last = start + length >= prompts[id]
+            chunks.append((id, start, length, is_last, start >= prompts[id]))
+            if is_last:
+                requests[id].output_ids.append(0)
+                requests[id].token_times.append(end)
+        records.append(StepRecord(index, clock + (1 / 64 if index else 0), end, 16, chunks))
+        clock = end
+    return Run({"source": "MADE BY HAND", "num_blocks": 0}, requests, records)
+
+
+def _cases() -> list[tuple[Run, str, int, str]]:
+    """(run, request, gap, what happens), the simplest first."""
+    plain = hand_run(
+        [(0.25, [("A", 0, 3)]), (0.5, [("A", 3, 1)]), (0.75, [("A", 4, 1)])],
+        {"A": 3},
+    )
+    beside = hand_run(  # C's long prompt is over before the gap in question; B's chunk lies in it
+        [
+            (1.0, [("C", 0, 14), ("A", 0, 2)]),
+            (1.25, [("A", 2, 1), ("C", 14, 1)]),
+            (2.25, [("A", 3, 1), ("C", 15, 1), ("B", 0, 6)]),
+            (2.5, [("A", 4, 1), ("C", 16, 1), ("B", 6, 1)]),
+        ],
+        {"A": 2, "B": 6, "C": 14},
+    )
+    frozen = hand_run(  # two whole steps without A: prompts alone, as prefill_first has them
+        [
+            (0.5, [("A", 0, 4)]),
+            (0.75, [("A", 4, 1)]),
+            (2.75, [("B", 0, 12)]),
+            (3.25, [("C", 0, 3)]),
+            (3.5, [("A", 5, 1), ("B", 12, 1), ("C", 3, 1)]),
+            (3.75, [("A", 6, 1), ("B", 13, 1), ("C", 4, 1)]),
+        ],
+        {"A": 4, "B": 12, "C": 3},
+    )
+    return [
+        (plain, "A", 1, "A runs alone"),
+        (beside, "A", 1, "B's chunk rides in the step of A's token"),
+        (frozen, "A", 2, "nothing but decodes"),
+        (frozen, "A", 1, "two steps run without A"),
+    ]
+
+
+def _in_gap(run: Run, request: Any, gap: int, previous_too: bool = False) -> list[StepRecord]:
+    before, end = run.requests[request].token_times[gap : gap + 2]
+    return [s for s in run.steps if (before <= s.end if previous_too else before < s.end) and s.end <= end]
+
+
+def _key_of_blame(wrong: list[tuple[Run, Any, int, Any]]) -> str:
+    """The cause that explains every wrong answer, (run, request, gap, answer) each."""
+
+    def only_emitting(run, request, gap, got):
+        """The tokens of the gap's last step alone, however the learner scaled them."""
+        last = {id: length for id, _start, length, *_ in _in_gap(run, request, gap)[-1].chunks}
+        total = sum(got[1].values())
+        return set(got[1]) == set(last) and all(close(got[1][i] / total, last[i] / sum(last.values())) for i in last)
+
+    def previous_too(run, request, gap, got):
+        ids = {c[0] for step in _in_gap(run, request, gap, previous_too=True) for c in step.chunks}
+        return set(got[1]) == ids and sum(got[1].values()) > run.requests[request].tbt[gap] * (1 + 1e-9)
+
+    def longest_prompt(run, request, gap, got):
+        return got[0] == max(run.requests, key=lambda id: len(run.requests[id].prompt_ids))
+
+    if all(previous_too(*case) for case in wrong):
+        return "off_by_one"
+    if all(only_emitting(*case) for case in wrong) and any(len(_in_gap(*case[:3])) > 1 for case in wrong):
+        return "skipped_steps"
+    return "outside_gap" if all(longest_prompt(*case) for case in wrong) else "unknown"
+
+
+def check_blame(fn: Callable) -> Result:
+    answers = []
+    for run, request, gap, _ in CASES:
+        got = fn(run, request, gap)
+        if not (isinstance(got, tuple | list) and len(got) == 2 and isinstance(got[1], dict) and all(map(number, got[1].values()))):  # fmt: skip
+            rule = "Return two values: the culprit's id, and {id: seconds} with every request that had a chunk in the gap."
+            wanted = blame(run, request, gap)
+            return BLAME.wrong("unknown", rule, _describe(run, request, gap), got, wanted, f"got {type(got).__name__}")
+        wanted = blame(run, request, gap)
+        ok = got[0] == wanted[0] and set(got[1]) == set(wanted[1]) and all(close(got[1][i], wanted[1][i]) for i in wanted[1])
+        answers.append((run, request, gap, got, ok))
+    for (run, request, gap, got, ok), (*_, what) in zip(answers, CASES):
+        if ok:
+            continue
+        culprit, parts = blame(run, request, gap)
+        total, length = sum(got[1].values()), run.requests[request].tbt[gap]
+        differs = next((i for i in [*parts, *got[1]] if not close(got[1].get(i, 0), parts.get(i, 0))), None)
+        if differs is None:
+            difference = f"the culprit: you named {got[0]!r}, but the largest part is {culprit}'s, {parts[culprit]:.4f} s"
+        else:
+            difference = f"{differs}'s part: you wrote {got[1].get(differs, 0):.4f} s, expected {parts.get(differs, 0):.4f} s"
+            difference += f" (your parts sum to {total:.4f} s, the gap is {length:.4f} s)"
+        rule = f"The parts must sum to the gap, and the culprit has the largest. Here {what}."
+        show = lambda answer: f"culprit {answer[0]!r}, " + ", ".join(f"{i} {s:.4f}" for i, s in answer[1].items())  # noqa: E731
+        key = _key_of_blame([a[:4] for a in answers if not a[4]])
+        return BLAME.wrong(key, rule, _describe(run, request, gap), show(got), show((culprit, parts)), difference)
+    return Result(True, "passed", BLAME.passed)
+
+
+def _describe(run: Run, request: Any, gap: int) -> str:
+    before, end = run.requests[request].token_times[gap : gap + 2]
+    lines = [f"request {request}, gap {gap}: from {before} s to {end} s. The steps of the run:"]
+    for step in run.steps:
+        mark = "in the gap" if before < step.end <= end else ""
+        chunks = ", ".join(f"{id}[{start}:{start + length}]" for id, start, length, *_ in step.chunks)
+        lines.append(f"    step {step.index} ends at {step.end:<5} {chunks:<28} {mark}".rstrip())
+    return "\n".join(lines)
+
+
+BLAME = Exercise(
+    "20.2",
+    blame,
+    check_blame,
+    causes={
+        "skipped_steps": "you looked only at the step that brought the token. Steps that ran without the request made it wait too.",
+        "outside_gap": "you named the longest prompt of the run, not the one that ran inside this gap.",
+        "off_by_one": "you counted the step that ended when the gap began. That one brought the token before: use <, not <=.",
+    },
+    passed="four gaps taken apart; every time the parts sum to the gap.",
+)  # fmt: skip
+
+CASES = _cases()
+EXERCISES = [STEPS, BLAME]

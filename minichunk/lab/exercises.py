@@ -1,0 +1,128 @@
+"""Exercises: `plan_step = lab.exercise("40.1", plan_step)` checks the learner's function and decides which one goes on.
+
+Not started: a line says so, and the reference takes its place. Wrong: the cell stops with the explanation and no
+traceback. Passed: the learner's own function goes on, and its source is kept in my/solved/ for later notebooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import traceback
+from pathlib import Path
+from typing import Callable
+
+from minichunk.lab.checks import Bug, Exercise, Result, exercises, find
+from minichunk.lab.places import my_dir
+from minichunk.lab.watchdog import SECONDS, Raised, TooSlow, limited
+
+YOUR, REFERENCE = "YOUR", "REFERENCE"
+_passed: dict[str, Callable] = {}  # the functions that passed in this kernel
+
+
+class WrongAnswer(Exception):
+    """An exercise's explanation. IPython shows the text alone, and Run All stops at the cell."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def check(id: str, fn: Callable, seconds: float = SECONDS) -> Result:
+    """What the check says about fn, in words: (ok, key, message, first_difference). Raises nothing of fn's."""
+    exercise = find(id, Exercise)
+    try:
+        return exercise.check(limited(fn, seconds))
+    except NotImplementedError:
+        return Result(False, "not_started", f"{id} {exercise.name}: not started.")
+    except TooSlow as slow:
+        name, args, limit, stopped = slow.args
+        still = "" if stopped else "\nIt could not be stopped and still runs: restart the kernel before you go on."
+        message = f"{name}({_short(args)}) did not end within {limit:g} s.\nLikely cause:  {exercise.slow}.{still}"
+        return Result(False, "too_slow", message, f"{name} did not end")
+    except Raised as raised:
+        name, args = raised.args
+        what = f"{type(raised.__cause__).__name__}: {raised.__cause__}"
+        message = f"{name}({_short(args)}) raised an error.\n\n    {what}\n{_where(raised.__cause__, fn)}"
+        return Result(False, "raised", message, what)
+
+
+def exercise(id: str, fn: Callable) -> Callable:
+    """Checks fn and returns the function that the rest of the notebook uses.
+
+    Raises WrongAnswer with the explanation; with MINICHUNK_REQUIRE_SOLVED=1 also when it is not started.
+    """
+    entry = find(id, Exercise)
+    result = check(id, fn)
+    if result.ok:
+        _passed[id] = fn
+        print(f"✔ {id} passed: {result.message}\n  {_keep(id, fn)}")
+        return fn
+    _passed.pop(id, None)
+    if result.key != "not_started":
+        raise WrongAnswer(f"✘ {id} {entry.name} is not right yet.\n\n{result.message}")
+    if os.environ.get("MINICHUNK_REQUIRE_SOLVED") == "1":
+        raise WrongAnswer(f"✘ {id} {entry.name} is not started, and MINICHUNK_REQUIRE_SOLVED=1 asks for it.")
+    print(f"○ {id} not started: the reference {entry.name} takes its place, and figures say REFERENCE.")
+    return entry.reference
+
+
+def code_of(fn: Callable) -> str | None:
+    """"YOUR" for a function that passed its check in this kernel, "REFERENCE" for a reference answer, else None."""
+    if any(fn is mine for mine in _passed.values()):
+        return YOUR
+    if any(fn is e.reference for e in exercises().values() if isinstance(e, Exercise)):
+        return REFERENCE
+    return None
+
+
+def solved(id: str) -> Callable:
+    """The learner's own answer from my/solved/, checked again; the reference, with a line, where there is none."""
+    entry = find(id, Exercise)
+    path = solved_path(id)
+    if path.exists():
+        namespace: dict = {}
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)  # the learner's own file
+        fn = namespace.get(entry.name)
+        result = check(id, fn) if fn else Result(False, "unknown", f"it defines no {entry.name}")
+        if result.ok:
+            _passed[id] = fn
+            return fn
+        print(f"○ {path} does not pass any more ({result.key}: {result.message.splitlines()[0]}).")
+    print(f"○ {id}: the reference {entry.name} is used, since my/solved/ has no answer that passes.")
+    return entry.reference
+
+
+def broken(id: str) -> Callable:
+    """The function with the hidden bug of a "which bug?" exercise."""
+    return find(id, Bug).broken
+
+
+def solved_path(id: str) -> Path:
+    return my_dir() / "solved" / f"{id}.py"
+
+
+def _keep(id: str, fn: Callable) -> str:
+    """Stores fn's source; the line that says where, or why not."""
+    try:
+        source = inspect.getsource(fn)
+    except (OSError, TypeError) as error:
+        return f"Its source could not be read, so later notebooks cannot use it ({error})."
+    path = solved_path(id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(inspect.cleandoc(source) + "\n" if source[0].isspace() else source, encoding="utf-8")
+    return f"Your source is kept in {path.parent.parent.name}/{path.parent.name}/{path.name}."
+
+
+def _where(error: BaseException, fn: Callable) -> str:
+    """The learner's line that raised, with its number in the cell."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == fn.__code__.co_filename]
+    if not frames:
+        return ""
+    line = frames[-1].line or linecache.getline(frames[-1].filename, frames[-1].lineno).strip()
+    return f"    in line {frames[-1].lineno} of your cell:  {line}"
+
+
+def _short(args: tuple, most: int = 300) -> str:
+    text = ", ".join(repr(a) for a in args)
+    return text if len(text) <= most else text[:most] + "…"

@@ -1,0 +1,47 @@
+"""Every typical wrong answer gets its own key, and an explanation with the input and the first difference."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from minichunk import lab
+from minichunk.lab.checks import Exercise, exercises, find
+
+MODULES = sorted(p.stem for p in (Path(__file__).parent / "wrong").glob("w[0-9]*.py"))
+WRONG = [case for name in MODULES for case in importlib.import_module(f"wrong.{name}").WRONG]
+# The keys that the course promises. A key without a wrong answer here would be an untested promise.
+TABLE = {
+    "00.1": {"two_decodes", "one_token_prompt_chunk", "prompt_only"},
+    "00.2": {"queue_lost", "gap_has_ttft", "n_minus_1"},
+    "20.1": {"static", "idle_slot", "mean"},
+    "20.2": {"skipped_steps", "outside_gap", "off_by_one"},
+    "40.1": {"decode_missing", "over_budget", "budget_left"},
+    "40.2": {"decodes_free", "median_slo", "one_too_far"},
+}
+
+
+@pytest.mark.parametrize("id, key, fn", WRONG, ids=lambda v: getattr(v, "__name__", v))
+def test_wrong_answer_gets_its_key(id, key, fn):
+    result = lab.check(id, fn)
+    assert (result.ok, result.key) == (False, key), result.message
+    assert find(id, Exercise).causes[key] in result.message
+    assert result.first_difference and result.first_difference in result.message
+    assert "Smallest input found" in result.message
+
+
+def test_every_promised_key_is_tried():
+    tried = {}
+    for id, key, _ in WRONG:
+        tried.setdefault(id, set()).add(key)
+    for id, keys in TABLE.items():
+        assert keys <= tried[id], id
+    for id, entry in exercises().items():
+        if isinstance(entry, Exercise):
+            assert set(entry.causes) == tried[id], f"{id}: every cause needs a wrong answer that gets it"
+
+
+@pytest.mark.parametrize("id", [i for i, e in exercises().items() if isinstance(e, Exercise)])
+def test_reference_passes(id):
+    result = lab.check(id, find(id, Exercise).reference)
+    assert result.ok and result.key == "passed", result.message
