@@ -9,78 +9,21 @@ model object   a transformers model, run as a twin
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.initialization import no_init_weights
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from minichunk.attention.base import LayerSpec
 from minichunk.families import check_family, probe, text_config, twin
+from minichunk.shapes import RANDOM, TINY, random_model, tiny_model, tiny_tokenizer
+from minichunk.smollm2 import ModelError, ensure, is_ready
 
-_TINY = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=[0, 2],  # <|endoftext|> and <|im_end|>
-    pad_token_id=0,
-)
-# What each variant is there to test.
-TINY: dict[str, dict] = {
-    "llama": dict(model_type="llama"),
-    "mha": dict(model_type="llama", num_key_value_heads=4),
-    "tied": dict(model_type="llama", tie_word_embeddings=True),
-    "untied": dict(model_type="llama"),
-    "qwen3": dict(model_type="qwen3"),
-    "mistral": dict(model_type="mistral", sliding_window=6),
-    "gemma2": dict(
-        model_type="gemma2", sliding_window=6, query_pre_attn_scalar=16, attn_logit_softcapping=3.0,
-        final_logit_softcapping=30.0, layer_types=["sliding_attention", "full_attention"],
-    ),
-    "gpt_oss": dict(
-        model_type="gpt_oss", sliding_window=6, num_local_experts=4, num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-}  # fmt: skip
-_LLAMA = dict(model_type="llama", bos_token_id=None, eos_token_id=None, pad_token_id=None)
-_QWEN3 = dict(_LLAMA, model_type="qwen3")
-# Published shapes: the config.json of Qwen/Qwen3-0.6B, meta-llama/Meta-Llama-3-8B, HuggingFaceTB/SmolLM2-135M and
-# meta-llama/Llama-2-7b.
-RANDOM: dict[str, dict] = {
-    "qwen3-0.6b": dict(
-        _QWEN3, vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True,
-    ),
-    "llama-3-8b": dict(
-        _LLAMA, vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=False,
-    ),
-    "smollm2-135m": dict(
-        _LLAMA, vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True,
-    ),
-    "llama-2-7b": dict(
-        _LLAMA, vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=4096,
-        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-
-
-class ModelError(ValueError):
-    """The model cannot be loaded; the message says what was tried and what to do."""
+__all__ = ["Loaded", "ModelError", "ensure", "is_ready", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +45,58 @@ class Loaded:
 
 
 def load(
-    model: str | PreTrainedModel,
+    model: str | os.PathLike | PreTrainedModel,
     *,
     tokenizer: Any = None,
-    device: torch.device | str = torch.device("cpu"),
-    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Loaded:
-    """Loads, checks and probes. See the top of this file for the names.
+    """Loads, checks and probes the model of a name (see the top of this file), or the model object that it is given.
 
-    seed: of the random weights of tiny and random:…; others ignore it. Raises ModelError when it cannot be loaded, or
-    families.UnsupportedModel when it would come out wrong.
+    tokenizer: used instead of the model's own. device, dtype: None means CPU and float32 for a name, the object's own
+    for a model object, which is never moved or cast. seed: of the random weights of tiny and random:…
+    Raises ModelError when it cannot be loaded, families.UnsupportedModel when it would come out wrong.
     """
-    device = torch.device(device)
-    kind, _, variant = model.partition(":")
+    if not isinstance(model, (str, os.PathLike)):
+        return _finish(_checked_object(model, device, dtype), tokenizer, type(model).__name__)
+    device, dtype = torch.device(device or "cpu"), dtype or torch.float32
+    name, own_tokenizer = os.fspath(model), None
+    kind, _, variant = name.partition(":")
     if kind == "tiny":
-        own, found = tiny_model(variant or "llama", seed).to(device=device, dtype=dtype), tiny_tokenizer()
-    return _finish(own, tokenizer or found, model)
+        own, own_tokenizer = tiny_model(variant or "llama", seed, device, dtype), tiny_tokenizer()
+    elif kind == "random":
+        own = random_model(variant, seed, device, dtype)
+    else:
+        own, own_tokenizer = _from_folder(*_locate(name), device, dtype, tokenizer is None)
+    return _finish(own, tokenizer if tokenizer is not None else own_tokenizer, name)
+
+
+def _checked_object(model: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> PreTrainedModel:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"a model must be a name, a folder or a transformers model, got {type(model).__name__} "
+            "(an adapter must be merged into its model first: model.merge_and_unload())"
+        )
+    if model.training:
+        raise ModelError("the model is in training mode, where dropout changes its answers: call model.eval() first")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise ModelError(f"the model must lie on one device, its weights lie on {', '.join(sorted(map(str, devices)))}")
+    here = devices.pop()
+    if device is not None and not _same_device(torch.device(device), here):
+        raise ModelError(
+            f"the model lies on {here}, but device={device} was asked for: move it with model.to('{device}')"
+        )
+    if dtype is not None and dtype is not model.dtype:
+        raise ModelError(
+            f"the model is in {model.dtype}, but dtype={dtype} was asked for: cast it with model.to({dtype})"
+        )
+    return model
+
+
+def _same_device(wanted: torch.device, here: torch.device) -> bool:
+    return wanted.type == here.type and wanted.index in (None, here.index)
 
 
 def _finish(own: PreTrainedModel, tokenizer: Any, name: str) -> Loaded:
@@ -146,72 +124,88 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-# ---- tiny -----------------------------------------------------------------------------------------------------------
+# ---- a folder, or a repository of the hub ------------------------------------------------------------------------------
+
+_NAMES = f"smollm2, tiny, {', '.join(f'tiny:{v}' for v in TINY)}, {', '.join(f'random:{v}' for v in RANDOM)}"
+_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]  # what a repository is asked for
+_HUB_SECONDS = 5.0
 
 
-def tiny_model(variant: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """Two layers of 64 with random weights, float32 on the CPU: the same on every machine for the same seed."""
-    if variant not in TINY:
-        raise ModelError(f"no tiny model {variant!r}; there are {', '.join(f'tiny:{v}' for v in TINY)}")
-    model = _from_shape({**_TINY, **TINY[variant]}, torch.device("cpu"), torch.float32)
-    # Spread wide enough that the next token hangs on the whole context and greedy text does not run in a circle.
-    return _fill(model, torch.Generator().manual_seed(seed), std=0.3)
-
-
-def _from_shape(shape: dict, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """An uninitialised model of this config, made directly on the device in the dtype."""
-    shape = dict(shape)
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    with torch.device(device), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-@torch.no_grad()
-def _fill(model: PreTrainedModel, generator: torch.Generator, std: float) -> PreTrainedModel:
-    """Matrices get normal weights, norms stay near one, biases and sinks near zero: by name, in order."""
-    model.tie_weights()
-    for name, weight in model.named_parameters():
-        if "norm" in name:  # Gemma's norms multiply by 1 + weight
-            weight.normal_(0.0 if model.config.model_type.startswith("gemma") else 1.0, 0.1, generator=generator)
-        else:
-            weight.normal_(0.0, std, generator=generator)
-    return model
-
-
-# Byte-level tokens in which text, half characters and stop strings across tokens can be tested.
-_WORDS = """ the of and to in is that for it as with was on be by are this have not from at or which an were you can
-    all their there been one will would more when who what about some time them her than its into only other new two may
-    then do first any my now such like our over man me even most made after also did many before must through years
-    where much your way well down should because each just those people how too little state good very make world still own
-    see work long here between both under never same another know while last might great old year off come since
-    against right used take three""".split()
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of exactly 512 tokens (256 bytes, 253 beginnings of common words, 3 special ones), with a chat
-    template. Text that holds no special token survives encode and decode unchanged."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
-    known, merges = set(tokens), []
-    for word in _WORDS:
-        piece = "Ġ"  # the byte-level alphabet's space
-        for letter in word:
-            if piece + letter not in known and len(tokens) < 512:
-                merges.append((piece, letter))
-                known.add(piece + letter)
-                tokens.append(piece + letter)
-            piece += letter
-    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=special[2], pad_token=special[0], additional_special_tokens=[special[1]],
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+def _locate(name: str) -> tuple[Path, str | None]:
+    """(folder, GGUF file in it or None) of a model that is not made here."""
+    if name == "smollm2":
+        return ensure(name), None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, None
+    if path.suffix == ".gguf" and path.is_file():
+        return path.parent, path.name
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _from_hub(name, _FILES), None
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)", name):
+        repository, file = match.groups()
+        return _from_hub(repository, [file]), file
+    raise ModelError(
+        f"no model {name!r}. There are {_NAMES}; a folder with safetensors, a .gguf file, a hub id (owner/name, or "
+        "owner/name/file.gguf), or a transformers model object"
     )
-    return tokenizer
+
+
+def _from_hub(repository: str, patterns: list[str]) -> Path:
+    """The repository's folder in the hub's cache, brought up to date if the hub answers within seconds."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        # Asked once with a time limit of its own, before the download that would try again and again.
+        revision = HfApi().model_info(repository, timeout=_HUB_SECONDS).sha
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, etag_timeout=_HUB_SECONDS)
+        )
+    except Exception as error:  # the hub's client changes its network library and so the exceptions' class
+        try:
+            return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
+        except FileNotFoundError:
+            raise ModelError(
+                f"{repository} is not on this machine and the Hugging Face hub did not give it ({_first_line(error)}). Check "
+                "the name, the network and, where the model is gated, `hf auth login`; or pass a folder that holds it"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+def _from_folder(
+    folder: Path, gguf: str | None, device: torch.device, dtype: torch.dtype, with_tokenizer: bool
+) -> tuple[PreTrainedModel, Any]:
+    names = {path.name for path in folder.iterdir()}
+    if gguf is None and not any(name.endswith(".safetensors") for name in names):
+        ggufs = sorted(name for name in names if name.endswith(".gguf"))
+        if len(ggufs) != 1:
+            raise ModelError(
+                f"{folder} holds no .safetensors file and {len(ggufs)} .gguf files: pass a folder of safetensors, or the path "
+                "of one .gguf file. Pickled weights (.bin, .pt) are never loaded, since they can run code: convert them with "
+                "save_pretrained"
+            )
+        gguf = ggufs[0]
+    asked = dict(local_files_only=True, trust_remote_code=False)
+    weights = {}
+    if gguf:  # unpacked at once: the engine computes with dense weights
+        asked["gguf_file"], weights["quantization_config"] = gguf, GgufConfig(dequantize=True)
+    try:
+        own, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **weights, **asked
+        )
+        tokenizer = None
+        if with_tokenizer and (
+            gguf or names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(folder, **asked)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot load {folder / (gguf or '')}: {_first_line(error)}") from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if absent:
+        raise ModelError(
+            f"{folder} lacks weights, which would be random: {', '.join(absent[:5])} ({len(absent)} in all)"
+        )
+    return own.to(device).eval(), tokenizer

