@@ -1,0 +1,85 @@
+"""minichunk doctor | demo | …: the command line. Each command imports its room when it runs, so `--help` needs no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="A small, complete LLM inference engine: prompts and decodes together in mixed batches.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False):
+    if version:
+        from minichunk import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def doctor():
+    """What this machine has, what minichunk uses of it, and the command that mends each fault (exit code 1: the CPU
+    path would not work)."""
+    from minichunk import doctor as room
+
+    found = room.checks()
+    console = Console(soft_wrap=True)
+    style = {"ok": "[green]ok [/]", "off": "[dim]–  [/]", "bad": "[red]bad[/]"}
+    width = max(len(check.name) for check in found)
+    for check in found:
+        console.print(f"{style[check.state]} {check.name:{width}}  ", end="")
+        console.print(check.found, style="red" if check.state == "bad" else None, markup=False, highlight=False)
+        if check.fix:
+            console.print(f"    {'':{width}}  → {check.fix}", markup=False, highlight=False)
+    raise typer.Exit(0 if room.works(found) else 1)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="smollm2, tiny, a hub id or a folder.")] = "smollm2",
+    policy: Annotated[str, typer.Option(help="mixed, prefill_first, whole_prompt, leftover or 'share(x)'.")] = "mixed",
+    budget: Annotated[int, typer.Option(min=1, help="Tokens in a step, at most.")] = 128,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the cache.")] = 16,
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl like data/prompts.jsonl, the default.")] = None,
+    save: Annotated[Path, typer.Option(help="Where the run is saved.")] = Path("runs/demo.json.gz"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
+):
+    """Replay documents and short questions with SmolLM2, and watch them share the steps."""
+    from minichunk import demo as room
+
+    room.main(model, policy, budget, block_size, prompts, save, json)
+
+
+def attach(name: str, target: str, help: str) -> None:
+    """Adds the command `name`: the typer app at target ("module:attribute"), imported when it is called."""
+
+    @app.command(
+        name,
+        help=help,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def run(context: typer.Context):
+        module, _, attribute = target.partition(":")
+        getattr(import_module(module), attribute)(context.args, prog_name=f"minichunk {name}")
+
+
+# One line a command; each target is a typer.Typer.
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
