@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minichunk import __version__
+from minichunk import __version__, families
 from minichunk.attention import AttentionBackend, make_backend
 from minichunk.blocks import BlockError, BlockPool, num_blocks_needed
-from minichunk.models import load
+from minichunk.models import Loaded, load
 from minichunk.packing import PackedBatch, pack_tokens, place
 from minichunk.record import RequestRecord, Run, StepRecord
 from minichunk.request import Chunk, Completion, Request, SamplingParams
-from minichunk.runner import ModelRunner, block_bytes
+from minichunk.runner import ModelRunner, block_bytes, chunk_logits
 from minichunk.sampling import request_seed, sample
 from minichunk.scheduler import Policy, Scheduler, StepPlan, make_policy
 from minichunk.text import Detokenizer
@@ -119,6 +119,7 @@ class Engine:
             budget,
             max_model_len,
         )
+        _verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
         self.pool = pool if pool is not None else BlockPool(num_blocks, block_size, prefix_cache)
         self.scheduler = Scheduler(self.pool, policy, budget, chunk_size, max_requests, block_size)
         self.num_blocks, self.block_size, self.seed, self._check = num_blocks, block_size, seed, check
@@ -565,6 +566,13 @@ def _fitting_blocks(layers, block_size: int, dtype: torch.dtype, device: torch.d
     if fitting < 1:
         raise MemoryError(_no_room(2 * each, room, device))
     return min(fitting, max_requests * num_blocks_needed(max_model_len, block_size))
+
+
+def _verify(loaded: Loaded, attention: AttentionBackend) -> None:
+    """A short mixed batch must match the model's own dense forward, or the model is refused. A learner's own attention
+    may be wrong, the model must not be: it is then tried with the reference."""
+    small = ModelRunner(loaded.model, loaded.layers, attention, num_blocks=64, block_size=4)
+    families.verify(loaded.model, loaded.layers, lambda sequences, steps: chunk_logits(small, sequences, steps))
 
 
 def _no_room(wanted: int, room: int, device: torch.device) -> str:

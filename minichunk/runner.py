@@ -12,6 +12,7 @@ from torch import Tensor
 from minichunk import families
 from minichunk.attention import AttentionBackend, LayerSpec, StepMeta
 from minichunk.packing import PackedBatch
+from minichunk.request import Chunk, Request
 
 
 def block_bytes(layers: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -69,3 +70,16 @@ class ModelRunner:
             self.model, put(batch.token_ids), put(batch.positions), put(batch.logits_rows), attention
         )
         return logits.float()
+
+
+def chunk_logits(runner: ModelRunner, sequences: list[list[int]], steps: list[list[tuple[int, int, int]]]) -> Tensor:
+    """Logits [chunks, V] of each chunk's last row, for families.verify. Blocks go to the sequences in turn and in
+    descending order, so that a table whose order is not respected shows."""
+    free, tables, rows = list(range(runner.num_blocks)), [[] for _ in sequences], []
+    for step in steps:
+        chunks = [Chunk(Request(i, sequences[i], start + length), start, length, True, False) for i, start, length in step]
+        for chunk in chunks:
+            while len(tables[chunk.id]) * runner.block_size < chunk.end:
+                tables[chunk.id].append(free.pop())
+        rows.append(runner.run(PackedBatch.build(chunks, [tables[c.id] for c in chunks], runner.block_size)))
+    return torch.cat(rows)
