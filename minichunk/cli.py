@@ -61,7 +61,7 @@ def demo(
 
 
 def attach(name: str, target: str, help: str) -> None:
-    """Adds the command `name`: the typer app at target ("module:attribute"), imported when it is called."""
+    """Adds the command `name`: the function or typer app at target ("module:attribute"), imported when it is called."""
 
     @app.command(
         name,
@@ -71,10 +71,18 @@ def attach(name: str, target: str, help: str) -> None:
     )
     def run(context: typer.Context):
         module, _, attribute = target.partition(":")
-        getattr(import_module(module), attribute)(context.args, prog_name=f"minichunk {name}")
+        room = getattr(import_module(module), attribute)
+        if not isinstance(room, typer.Typer):
+            function, room = room, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            room.command()(function)
+        room(context.args, prog_name=f"minichunk {name}")
 
 
-# One line a command; each target is a typer.Typer.
+# One line a command.
+attach(
+    "lab", "minichunk.lab.command:lab", "Copy the notebooks to my/ on first use, and open JupyterLab on one of them."
+)
+attach("progress", "minichunk.lab.command:progress", "Exercises solved and predictions made so far.")
 
 
 def main() -> None:
