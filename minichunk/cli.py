@@ -79,6 +79,7 @@ def attach(name: str, target: str, help: str) -> None:
 
 
 # One line a command.
+attach("bench", "minichunk.bench.command:app", "Measure kernels, steps and serving; one JSON a run.")
 attach(
     "lab", "minichunk.lab.command:lab", "Copy the notebooks to my/ on first use, and open JupyterLab on one of them."
 )
