@@ -49,7 +49,7 @@ $(INSTALLED): $(BIN)/python requirements.lock requirements-torch.txt pyproject.t
 	@touch $@
 
 model: $(INSTALLED)
-	@$(BIN)/python -c 'from minichunk import models; models.is_ready("smollm2") or models.ensure("smollm2")'
+	@$(BIN)/python -c 'from minichunk import smollm2; smollm2.ensure()'
 
 test: setup
 	$(PYTEST) --nbmake -m "not browser" --durations=10 tests notebooks

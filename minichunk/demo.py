@@ -79,14 +79,21 @@ def replay(engine, prompts: list[Prompt], on_step: Callable[[StepRecord, dict[An
 
 
 class StepTable:
-    """The last steps of a running engine, for rich's Live."""
+    """The last steps of a running engine, for rich's Live; at the end those around the step that mixed most."""
 
     def __init__(self, title: str):
         self.title = title
-        self.rows: deque[tuple[StepRecord, dict]] = deque(maxlen=SHOWN_STEPS)
+        self.rows: list[tuple[StepRecord, dict]] = []
+        self.end: int | None = None  # the row after the last one shown
 
     def add(self, record: StepRecord, names: dict[Any, str]) -> None:
         self.rows.append((record, names))
+
+    def rest(self) -> None:
+        """Settles on the mixed step with most decodes, the first of them, if there is one."""
+        steps = [record for record, _ in self.rows]
+        best = max(range(len(steps)), key=lambda i: (steps[i].is_mixed, steps[i].num_decodes), default=0)
+        self.end = min(len(steps), max(best + SHOWN_STEPS // 2, SHOWN_STEPS))
 
     def __rich__(self) -> Table:
         table = Table(title=self.title, title_justify="left", expand=True)
@@ -96,7 +103,8 @@ class StepTable:
             "blocks": {"justify": "right"}, "done": {"ratio": 1, "no_wrap": True},
         }.items():  # fmt: skip
             table.add_column(name, **options)
-        for record, names in self.rows:
+        end = len(self.rows) if self.end is None else self.end
+        for record, names in self.rows[max(0, end - SHOWN_STEPS) : end]:
             chunks = " ".join(
                 f"{names[id]} {start}…{start + length - 1}"
                 for id, start, length, _, decode in record.chunks
@@ -173,6 +181,8 @@ def main(
                 if engine.run.steps:
                     raise
                 raise typer.BadParameter(str(error)) from error  # a prompt that can never run: nothing was started
+            table.rest()
+            live.refresh()
     save.parent.mkdir(parents=True, exist_ok=True)
     saved = outcome.run.save(save)
     for id, completion in outcome.answers.items():
