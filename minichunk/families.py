@@ -138,7 +138,7 @@ def _reasons(model: PreTrainedModel, config: Any, text: Any) -> Iterator[str]:
         yield "it has no language-model head (load it with AutoModelForCausalLM)"
     accepted = inspect.signature(model.forward).parameters
     missing = {"input_ids", "position_ids", "use_cache", "logits_to_keep"} - accepted.keys()
-    if missing and not (missing == {"position_ids"}):
+    if missing:
         yield f"its forward does not take {', '.join(sorted(missing))}"
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         yield "its forward does not take further keywords"

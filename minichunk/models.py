@@ -1,10 +1,12 @@
 """Names → model and tokenizer.
 
-smollm2        SmolLM2-135M-Instruct, the default: the same weights on every machine, fetched once
-tiny           two layers, random, for tests: no download (tiny:mha, tiny:gemma2, … are its variants)
-random:NAME    a published shape with random weights, for timing
-hub id, folder safetensors or GGUF
-model object   a transformers model, run as a twin
+    smollm2         SmolLM2-135M-Instruct, the default: the same weights on every machine, fetched once
+    tiny            two layers, random, for tests: no download (tiny:mha, tiny:gemma2, … are its variants)
+    random:NAME     a published shape with random weights, for timing
+    hub id, folder  safetensors or GGUF
+    model object    a transformers model, run as a twin
+
+Whatever comes in is checked and probed (families.py) before anybody computes with it.
 """
 
 from __future__ import annotations

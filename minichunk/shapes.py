@@ -111,6 +111,8 @@ def _fill(model: PreTrainedModel, generator: torch.Generator, std: float, drawn_
     norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
     for name, weight in model.named_parameters():
         mean, spread = (norm, 0.1) if "norm" in name else (0.0, std)
+        if "q_norm" in name or "k_norm" in name:
+            mean = 2.0  # scores spread enough to look at a few tokens, not at all alike
         drawn = torch.empty(weight.shape, dtype=drawn_in, device=generator.device)
         weight.copy_(drawn.normal_(mean, spread, generator=generator))
     return model
