@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Measurements: one JSON a run. Nothing else may run beside them.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench():
+    """Measurements: one JSON a run. Nothing else may run beside them."""
+
+
 Out = Annotated[Path | None, typer.Option(help="Write the JSON here instead of to stdout.")]
 
 
@@ -32,7 +39,9 @@ def serve(
     if trace is not None:
         result = room.serve(model, trace, policy or ["mixed"], budget or [1024], requests, slo, keep)
     elif peer == "transformers":
-        result = sides.compare(model, requests or 16, max_tokens=max_tokens, budget=(budget or [512])[0], threads=threads)
+        result = sides.compare(
+            model, requests or 16, max_tokens=max_tokens, budget=(budget or [512])[0], threads=threads
+        )
     else:
         raise typer.BadParameter("give --peer transformers, or --trace")
     sides.write_json(result, out)
