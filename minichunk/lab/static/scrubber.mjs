@@ -1,0 +1,986 @@
+// The scrubber: one step of a run in four panes. Plain JavaScript, no network: the same file is the anywidget's module
+// and lies inside the saved page. Part 1 plays the run back (pure, tested against scrubber.py), part 2 draws strips,
+// grids and time lines on canvases, part 3 puts them together.
+
+// ---- 1. the run, played back --------------------------------------------------------------------------------------
+
+const LAST = 1, DECODE = 2, EVERY = 64; // flags of a chunk; a checkpoint every so many steps
+
+/** bytes (gzip JSON, or its base64) → what scrubber.pack made */
+export async function unpack(data) {
+  if (typeof data === "string") data = Uint8Array.from(atob(data.trim()), (c) => c.charCodeAt(0));
+  const stream = new Blob([data]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+/** Plays one encoded run (scrubber.encode) forward from the nearest checkpoint. */
+export class Player {
+  constructor(run) {
+    Object.assign(this, { run, n: run.steps.length, count: run.ids.length, size: run.block_size });
+    this.times = run.token_times.map(running);
+    this.vocab = new Map(run.vocab);
+    this.spans = run.ids.map(() => []); // per request: [step, first position, end]
+    const expected = new Int32Array(this.count);
+    let clock = 0;
+    this.steps = run.steps.map(([gap, duration, budget, coded, change], i) => {
+      const chunks = [];
+      for (let k = 0; k < coded.length; ) {
+        const chunk = coded[k] >= 0
+          ? { r: coded[k], start: expected[coded[k++]], length: 1, flags: LAST | DECODE }
+          : { r: -1 - coded[k++], start: coded[k++], length: coded[k++], flags: coded[k++] };
+        expected[chunk.r] = chunk.end = chunk.start + chunk.length;
+        this.spans[chunk.r].push([i, chunk.start, chunk.end]);
+        chunks.push(chunk);
+      }
+      const start = clock + gap;
+      clock = start + duration;
+      const decodes = chunks.filter((c) => c.flags & DECODE).length;
+      const kind = decodes ? (decodes < chunks.length ? "mixed" : "decodes") : "prompts";
+      return { start, end: clock, budget, chunks, change, decodes, kind, tokens: chunks.reduce((s, c) => s + c.length, 0) };
+    });
+    this.marks = [];
+    this.reset();
+  }
+
+  reset() {
+    this.now = {
+      i: -1, computed: new Int32Array(this.count), outputs: new Int32Array(this.count), tables: new Map(),
+      pool: new Uint8Array(this.run.num_blocks), waiting: [], running: [],
+    };
+  }
+
+  /** The state while step i ran: from the last checkpoint before it, unless the present state is nearer. */
+  seek(i) {
+    let m = Math.floor(i / EVERY);
+    while (m >= 0 && !this.marks[m]) m--;
+    if (this.now.i > i || (m >= 0 && this.now.i < this.marks[m].i)) m >= 0 ? (this.now = copy(this.marks[m])) : this.reset();
+    while (this.now.i < i) {
+      this.advance();
+      if (this.now.i % EVERY === 0) this.marks[this.now.i / EVERY] ||= copy(this.now);
+    }
+    return this.now;
+  }
+
+  advance() {
+    const s = this.now;
+    if (s.i >= 0) this.leave(s, this.steps[s.i]);
+    const { a = [], i = [], p = [], g = [], h = [] } = this.steps[++s.i].change;
+    const hits = new Map(h);
+    s.waiting.push(...a);
+    for (const r of p) {
+      drop(s.running, r);
+      s.waiting.unshift(r);
+      s.tables.delete(r);
+      s.computed[r] = 0;
+    }
+    for (const r of i) {
+      drop(s.waiting, r);
+      s.running.push(r);
+      s.computed[r] = hits.get(r) ?? 0;
+    }
+    for (const [r, ...blocks] of g) {
+      if (!s.tables.has(r)) s.tables.set(r, []);
+      s.tables.get(r).push(...blocks);
+    }
+  }
+
+  /** What a step leaves behind when it is over. */
+  leave(s, { chunks, change: { f = [], g = [], s: given = [] } }) {
+    for (const { r, end, flags } of chunks) {
+      s.computed[r] = end;
+      s.outputs[r] += flags & LAST;
+    }
+    for (const r of f) {
+      drop(s.waiting, r);
+      drop(s.running, r);
+      s.tables.delete(r);
+    }
+    for (const [, ...blocks] of g) for (const b of blocks) s.pool[b] = 2;
+    for (const [b, cached] of given) s.pool[b] = cached;
+  }
+
+  /** scrubber.frame(run, i), with requests by index; pool: -1 empty, -2 cached, else an owner (all of them in `shared`). */
+  frame(i) {
+    const s = this.seek(i), step = this.steps[i], B = this.size;
+    const f = {
+      step: i, kind: step.kind, budget: step.budget, tokens: step.tokens, decodes: step.decodes, start: step.start / 1e6,
+      end: step.end / 1e6, chunks: step.chunks, times: (step.change.t ?? []).map(([name, t]) => [name, t / 1e6]),
+      arrived: step.change.a ?? [], admitted: step.change.i ?? [], preempted: step.change.p ?? [],
+      finished: step.change.f ?? [], hits: step.change.h ?? [],
+      cu: [0], lens: [], positions: [], slots: [], token_ids: [], rows: [], sampled: [],
+      tables: s.tables, filled: new Map(), shared: new Map(), pool: new Int32Array(s.pool.length),
+    };
+    const entry = (r) => [r, this.run.prompts[r] + s.outputs[r], s.computed[r]];
+    f.waiting = s.waiting.map(entry);
+    f.running = s.running.map(entry);
+    for (const r of s.tables.keys()) f.filled.set(r, s.computed[r]);
+    for (const { r, start, end, flags } of step.chunks) {
+      const table = s.tables.get(r) ?? [], tokens = this.run.tokens[r];
+      f.filled.set(r, end);
+      for (let p = start; p < end; p++) {
+        const block = table[Math.floor(p / B)];
+        f.positions.push(p);
+        f.token_ids.push(tokens[p]);
+        f.slots.push(block === undefined ? -1 : block * B + (p % B));
+      }
+      f.cu.push(f.positions.length);
+      f.lens.push(end);
+      if (flags & LAST) {
+        f.rows.push(f.positions.length - 1);
+        f.sampled.push(tokens[end] ?? null);
+      }
+    }
+    this.picture(f, s);
+    return f;
+  }
+
+  picture(f, s) {
+    let held = 0;
+    f.pool.forEach((_, b) => (f.pool[b] = s.pool[b] === 1 ? -2 : -1));
+    f.wasted = 0;
+    for (const [r, table] of s.tables) {
+      f.wasted += table.length * this.size - f.filled.get(r);
+      for (const b of table) {
+        if (f.pool[b] < 0) { f.pool[b] = r; held++; }
+        else f.shared.set(b, [...(f.shared.get(b) ?? [f.pool[b]]), r]);
+      }
+    }
+    f.used = held;
+    f.cached = f.pool.reduce((n, x) => n + (x === -2), 0);
+    f.empty = f.pool.length - f.used - f.cached;
+  }
+
+  /** Index of the chunk of f that computes position p of r, or -1. */
+  chunkOf(f, r, p) { return f.chunks.findIndex((c) => c.r === r && c.start <= p && p < c.end); }
+
+  /** The step nearest to i that computed position p of r, or -1. */
+  momentOf(r, p, i) {
+    let best = -1;
+    for (const [step, a, b] of this.spans[r])
+      if (a <= p && p < b && (best < 0 || Math.abs(step - i) < Math.abs(best - i))) best = step;
+    return best;
+  }
+
+  word(id) {
+    const text = this.vocab.get(id);
+    return text === undefined ? `#${id}` : text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+  }
+}
+
+const running = (values) => { let sum = 0; return values.map((v) => (sum += v)); };
+const drop = (list, x) => { const k = list.indexOf(x); if (k >= 0) list.splice(k, 1); };
+const copy = (s) => ({
+  ...s, computed: s.computed.slice(), outputs: s.outputs.slice(), pool: s.pool.slice(), waiting: [...s.waiting],
+  running: [...s.running], tables: new Map([...s.tables].map(([r, t]) => [r, [...t]])),
+});
+
+/** The step of each player at every position of the slider (scrubber.positions). */
+export function positions(players, sync) {
+  const counts = players.map((p) => p.n);
+  if (players.length === 1 || sync === "step")
+    return Array.from({ length: Math.max(...counts) }, (_, p) => counts.map((n) => Math.min(p, n - 1)));
+  const at = counts.map(() => 0);
+  const moments = [...new Set(players.flatMap((p) => p.steps.map((s) => s.end)))].sort((x, y) => x - y);
+  return moments.map((t) => players.map((p, n) => {
+    while (at[n] < p.n - 1 && p.steps[at[n]].end < t) at[n]++;
+    return at[n];
+  }));
+}
+
+// ---- 2. the kit: paint, strip, grid, time line -------------------------------------------------------------------
+
+const clamp = (x, a, b) => Math.max(a, Math.min(b, x));
+const ms = (us) => (us >= 1e4 ? `${Math.round(us / 1e3)} ms` : `${(us / 1e3).toFixed(1)} ms`);
+const rgb = (css) => {
+  const hex = /^#(..)(..)(..)$/.exec(css);
+  return hex ? hex.slice(1).map((h) => parseInt(h, 16)) : (css.match(/[\d.]+/g) ?? [255, 255, 255]).slice(0, 3).map(Number);
+};
+const light = (css) => { const [r, g, b] = rgb(css); return 0.299 * r + 0.587 * g + 0.114 * b; };
+
+/** Colours, hatches and letters of the requests under the theme in force. */
+class Paint {
+  constructor(root, themes, hatches) {
+    const style = getComputedStyle(root);
+    this.dark = light(style.backgroundColor) < 128;
+    Object.assign(this, themes[this.dark ? "dark" : "light"]);
+    this.ui = style.fontFamily;
+    this.code = style.getPropertyValue("--mc-code");
+    this.hatches = hatches;
+    this.tiles = new Map();
+  }
+  fill(r) { return this.colors[r % this.colors.length]; }
+  text(r) { return light(this.fill(r)) > 120 ? "#111418" : "#ffffff"; }
+  /** A 8 × 8 tile of the request's colour with its hatch. */
+  tile(r) {
+    const key = `${r % this.colors.length}/${r % this.hatches.length}`;
+    if (!this.tiles.has(key)) {
+      const tile = Object.assign(document.createElement("canvas"), { width: 8, height: 8 }), c = tile.getContext("2d");
+      c.fillStyle = this.fill(r);
+      c.fillRect(0, 0, 8, 8);
+      c.strokeStyle = c.fillStyle = light(this.fill(r)) > 120 ? "rgba(0,0,0,.30)" : "rgba(255,255,255,.38)";
+      c.lineWidth = 1.4;
+      const line = (...p) => { c.beginPath(); c.moveTo(p[0], p[1]); c.lineTo(p[2], p[3]); c.stroke(); };
+      const rise = () => { line(-2, 10, 10, -2); line(-2, 2, 2, -2); line(6, 10, 10, 6); };
+      const fall = () => { line(-2, -2, 10, 10); line(6, -2, 10, 2); line(-2, 6, 2, 10); };
+      const flat = () => line(0, 4, 8, 4), tall = () => line(4, 0, 4, 8);
+      const draw = {
+        "/": rise, "\\": fall, x: () => { rise(); fall(); }, "-": flat, "|": tall, "+": () => { flat(); tall(); },
+        ".": () => { c.beginPath(); c.arc(4, 4, 1.6, 0, 7); c.fill(); },
+      }[this.hatches[r % this.hatches.length]];
+      draw?.();
+      this.tiles.set(key, { tile, url: `url(${tile.toDataURL()})` });
+    }
+    return this.tiles.get(key);
+  }
+  pattern(c, r) { return c.createPattern(this.tile(r).tile, "repeat"); }
+}
+
+/** A canvas of w × h CSS pixels, sharp on every screen. */
+function sheet(canvas, w, h) {
+  const ratio = window.devicePixelRatio || 1;
+  if (canvas.width !== Math.round(w * ratio) || canvas.height !== Math.round(h * ratio)) {
+    canvas.width = Math.round(w * ratio);
+    canvas.height = Math.round(h * ratio);
+    canvas.style.width = `${w}px`;
+    canvas.style.height = `${h}px`;
+  }
+  const c = canvas.getContext("2d");
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  c.clearRect(0, 0, w, h);
+  return c;
+}
+
+/** The largest square cells that put n of them into w × h; below `least` the height grows instead. */
+function cells(n, w, h, least, most) {
+  for (let cell = most; ; cell--) {
+    const cols = Math.max(1, Math.floor(w / cell)), rows = Math.ceil(n / cols);
+    if (rows * cell <= h || cell <= least) {
+      return {
+        cell, cols, rows, height: rows * cell,
+        xy: (k) => [(k % cols) * cell, Math.floor(k / cols) * cell],
+        at: (x, y) => { const k = Math.floor(y / cell) * cols + Math.floor(x / cell); return x < cols * cell && k >= 0 && k < n ? k : -1; },
+      };
+    }
+  }
+}
+
+function mark(c, text, x, y, paint, ink, halo, font = `600 14px ${paint.ui}`) {
+  c.font = font;
+  c.textAlign = "center";
+  c.textBaseline = "middle";
+  if (halo) { c.lineJoin = "round"; c.lineWidth = 4; c.strokeStyle = halo; c.strokeText(text, x, y); }
+  c.fillStyle = ink;
+  c.fillText(text, x, y);
+}
+
+function ring(c, x, y, w, h, paint, width = 2.5) {
+  c.lineWidth = width + 2;
+  c.strokeStyle = paint.paper;
+  c.strokeRect(x, y, w, h);
+  c.lineWidth = width;
+  c.strokeStyle = paint.ink;
+  c.strokeRect(x, y, w, h);
+}
+
+/** The packed batch, one cell a token, the rest of the budget as empty cells. → its geometry */
+function drawStrip(canvas, f, view) {
+  const { paint, letters, width, pick, hover } = view;
+  const shown = Math.max(f.tokens, Math.min(f.budget, 4096));
+  const lay = cells(shown, width, 132, 5, 24), { cell } = lay, gap = cell >= 8 ? 1 : cell >= 6 ? 0.5 : 0;
+  const c = sheet(canvas, width, lay.height);
+  c.lineWidth = 1;
+  c.strokeStyle = paint.line;
+  for (let k = f.tokens; k < shown; k++) {
+    const [x, y] = lay.xy(k);
+    if (cell >= 7) c.strokeRect(x + 1.5, y + 1.5, cell - 3, cell - 3);
+    else { c.fillStyle = paint.line; c.fillRect(x + cell / 2 - 0.5, y + cell / 2 - 0.5, 1, 1); }
+  }
+  const sampled = new Set(f.rows);
+  f.chunks.forEach(({ r }, n) => {
+    c.globalAlpha = pick && pick.r !== r ? 0.32 : 1;
+    const fill = cell >= 8 ? paint.pattern(c, r) : paint.fill(r);
+    for (let k = f.cu[n]; k < f.cu[n + 1]; k++) {
+      const [x, y] = lay.xy(k);
+      c.fillStyle = fill;
+      c.fillRect(x + gap, y + gap, cell - 2 * gap, cell - 2 * gap);
+      if (k === f.cu[n] && cell >= 16) mark(c, letters[r], x + cell / 2, y + cell / 2, paint, paint.text(r), paint.fill(r));
+      if (sampled.has(k)) triangle(c, x + cell - gap, y + cell - gap, Math.max(4, cell * 0.42), paint);
+    }
+    c.globalAlpha = 1;
+  });
+  if (hover >= 0 && hover < f.tokens) { const [x, y] = lay.xy(hover); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint, 1.5); }
+  if (pick?.row >= 0) { const [x, y] = lay.xy(pick.row); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint); }
+  return lay;
+}
+
+/** The mark of a sampled row: a corner. */
+function triangle(c, x, y, size, paint) {
+  c.beginPath();
+  c.moveTo(x, y);
+  c.lineTo(x - size, y);
+  c.lineTo(x, y - size);
+  c.closePath();
+  c.fillStyle = paint.ink;
+  c.fill();
+  if (size > 5) { c.strokeStyle = paint.paper; c.lineWidth = 1; c.stroke(); }
+}
+
+/** The block pool by number: owner's colour as far as the block is filled, cached, empty, shared. → its geometry */
+function drawGrid(canvas, f, view) {
+  const { paint, letters, width, pick, hover, size } = view, n = f.pool.length;
+  const lay = cells(n, width, 132, 4, 26), { cell } = lay, gap = cell >= 9 ? 1.5 : cell >= 6 ? 0.5 : 0.25;
+  const c = sheet(canvas, width, lay.height), inner = cell - 2 * gap;
+  const depth = new Map(); // block → slots filled
+  for (const [r, table] of f.tables)
+    table.forEach((b, k) => depth.set(b, Math.max(depth.get(b) ?? 0, clamp(f.filled.get(r) - k * size, 0, size))));
+  for (let b = 0; b < n; b++) {
+    const [x, y] = lay.xy(b), r = f.pool[b], owners = f.shared.get(b) ?? [r];
+    if (r === -1) {
+      c.strokeStyle = paint.line;
+      c.lineWidth = 1;
+      if (cell >= 7) c.strokeRect(x + gap + 0.5, y + gap + 0.5, inner - 1, inner - 1);
+      else { c.fillStyle = paint.line; c.fillRect(x + cell / 2 - 0.5, y + cell / 2 - 0.5, 1, 1); }
+      continue;
+    }
+    if (r === -2) { hatched(c, x + gap, y + gap, inner, paint); continue; }
+    c.globalAlpha = pick && !owners.includes(pick.r) ? 0.32 : 1;
+    c.fillStyle = paint.line;
+    c.fillRect(x + gap, y + gap, inner, inner);
+    owners.forEach((o, k) => { // a shared block is cut into as many columns
+      c.fillStyle = cell >= 9 ? paint.pattern(c, o) : paint.fill(o);
+      const full = Math.max(1, (inner * depth.get(b)) / size);
+      c.fillRect(x + gap + (inner * k) / owners.length, y + gap + inner - full, inner / owners.length, full);
+    });
+    if (cell >= 18) {
+      const label = owners.length > 1 ? `${owners.length}×` : letters[r];
+      mark(c, label, x + cell / 2, y + cell / 2 + 0.5, paint, owners.length > 1 ? paint.ink : paint.text(r), owners.length > 1 ? paint.paper : paint.fill(r));
+    }
+    c.globalAlpha = 1;
+  }
+  for (const [b, width] of [[hover, 1.5], [pick?.block ?? -1, 2.5]])
+    if (b >= 0) { const [x, y] = lay.xy(b); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint, width); }
+  return lay;
+}
+
+function hatched(c, x, y, w, paint) {
+  c.save();
+  c.beginPath();
+  c.rect(x, y, w, w);
+  c.clip();
+  c.strokeStyle = paint.soft;
+  c.globalAlpha = 0.55;
+  c.lineWidth = 1;
+  for (let k = -w; k < w; k += 4) { c.beginPath(); c.moveTo(x + k, y + w); c.lineTo(x + k + w, y); c.stroke(); }
+  c.strokeRect(x + 0.5, y + 0.5, w - 1, w - 1);
+  c.restore();
+}
+
+/** A row of the causal mask: keys in the cache, keys of this step's chunk, keys of later tokens that it must not see. */
+function drawMask(canvas, view, chunk, p) {
+  const c = sheet(canvas, view.width, 16), { paint, width } = view;
+  if (!chunk) return;
+  const scale = width / chunk.end, seen = (p + 1) * scale, own = chunk.start * scale;
+  c.strokeStyle = paint.line;
+  c.strokeRect(0.5, 0.5, width - 1, 15);
+  c.fillStyle = paint.fill(chunk.r);
+  c.globalAlpha = 0.45;
+  c.fillRect(0, 0, Math.min(own, seen), 16);
+  c.globalAlpha = 1;
+  c.fillStyle = paint.pattern(c, chunk.r);
+  c.fillRect(own, 0, Math.max(2, seen - own), 16);
+  c.fillStyle = paint.ink;
+  c.fillRect(clamp(seen - 2, 0, width - 2), 0, 2, 16);
+}
+
+/** The budget as one bar. */
+function drawBudget(canvas, f, view) {
+  const { paint, width, pick } = view, c = sheet(canvas, width, 26), scale = width / Math.max(f.budget, f.tokens, 1);
+  c.strokeStyle = paint.line;
+  c.strokeRect(0.5, 0.5, width - 1, 25);
+  f.chunks.forEach(({ r, length }, n) => {
+    const x = f.cu[n] * scale, w = length * scale;
+    c.globalAlpha = pick && pick.r !== r ? 0.32 : 1;
+    c.fillStyle = paint.pattern(c, r);
+    c.fillRect(x, 0, Math.max(1, w - (w > 3 ? 1 : 0)), 26);
+    if (w > 20) mark(c, view.letters[r], x + w / 2, 13.5, paint, paint.text(r), paint.fill(r));
+    c.globalAlpha = 1;
+  });
+}
+
+/** All steps as columns (height is duration); light: decodes, dark: prompts, both: mixed. → x to step */
+function drawOverview(canvas, player, view) {
+  const { paint, width, i, span } = view, H = 46, c = sheet(canvas, width, H), n = player.n, w = width / n;
+  const most = Math.max(...player.steps.map((s) => s.end - s.start), 1);
+  const late = new Set(player.run.gaps.filter((g) => g[2]).map((g) => g[2][1]));
+  player.steps.forEach((s, k) => {
+    const h = Math.max(1.5, ((H - 10) * (s.end - s.start)) / most), x = k * w, bar = Math.max(w - (w > 3 ? 1 : 0), 0.7);
+    c.fillStyle = paint.soft;
+    c.globalAlpha = s.kind === "decodes" ? 0.35 : 0.95;
+    c.fillRect(x, H - h, bar, h);
+    if (s.kind === "mixed" && h > 3) { c.globalAlpha = 1; c.fillStyle = paint.paper; c.fillRect(x + bar * 0.3, H - h + 2, Math.max(bar * 0.4, 0.4), h - 2); }
+    c.globalAlpha = 1;
+    if (late.has(k)) { c.fillStyle = paint.alarm; c.fillRect(x, 0, Math.max(bar, 2), 4); }
+  });
+  c.fillStyle = paint.ink;
+  c.globalAlpha = 0.08;
+  c.fillRect(span[0] * w, 0, (span[1] - span[0] + 1) * w, H);
+  c.globalAlpha = 1;
+  ring(c, i * w - 0.5, 6, Math.max(w, 3), H - 7, paint, 1.5);
+  return (x) => clamp(Math.floor(x / w), 0, n - 1);
+}
+
+const GUTTER = 34, ROW = 20;
+
+/** The requests alive in the window of steps: queue, chunks, tokens, long gaps. → areas that can be clicked */
+function drawLines(canvas, player, f, view) {
+  const { paint, width, letters, span, pick, i } = view, run = player.run;
+  const t0 = player.steps[span[0]].start, t1 = player.steps[span[1]].end, X = (t) => GUTTER + ((width - GUTTER - 8) * (t - t0)) / (t1 - t0 || 1);
+  const live = new Set();
+  for (let k = span[0]; k <= span[1]; k++) player.steps[k].chunks.forEach((q) => live.add(q.r));
+  const long = new Map(run.gaps.map((g) => [`${g[0]}/${g[1]}`, g]));
+  for (const [r] of f.waiting) live.add(r);
+  const rows = [...live].sort((a, b) => a - b), at = new Map(rows.map((r, k) => [r, k * ROW + ROW / 2]));
+  const H = Math.max(rows.length, 1) * ROW + 22, c = sheet(canvas, width, H), areas = [];
+  const step = player.steps[i];
+  c.fillStyle = paint.ink;
+  c.globalAlpha = 0.09;
+  c.fillRect(X(step.start), 0, Math.max(2, X(step.end) - X(step.start)), H - 20);
+  c.globalAlpha = 1;
+  c.fillStyle = paint.line;
+  for (let k = span[0]; k <= span[1]; k++) c.fillRect(X(player.steps[k].start), 0, 1, H - 20);
+  for (const r of rows) {
+    const y = at.get(r), first = player.spans[r][0], dim = pick && pick.r !== r ? 0.3 : 1;
+    c.globalAlpha = dim;
+    mark(c, letters[r], 14, y + 1, paint, paint.ink);
+    c.fillStyle = paint.pattern(c, r);
+    c.fillRect(26, y - 6, 4, 12);
+    const begin = Math.max(X(run.arrivals[r]), GUTTER), until = first ? Math.min(X(player.steps[first[0]].start), width) : width;
+    c.setLineDash([1, 3]);
+    c.strokeStyle = paint.soft;
+    c.lineWidth = 2;
+    if (until > begin) { c.beginPath(); c.moveTo(begin, y); c.lineTo(until, y); c.stroke(); }
+    c.setLineDash([]);
+  }
+  for (let k = span[0]; k <= span[1]; k++) {
+    const s = player.steps[k], x = X(s.start), w = Math.max(1.5, X(s.end) - x - 1);
+    for (const q of s.chunks) {
+      const y = at.get(q.r), prompt = !(q.flags & DECODE);
+      c.globalAlpha = pick && pick.r !== q.r ? 0.3 : 1;
+      c.fillStyle = prompt ? paint.pattern(c, q.r) : paint.fill(q.r);
+      c.fillRect(x, y - (prompt ? 7 : 2.5), w, prompt ? 14 : 5);
+      areas.push({ x, y: y - ROW / 2, w, h: ROW, step: k, r: q.r, chunk: q });
+    }
+  }
+  for (const r of rows) {
+    const y = at.get(r);
+    c.globalAlpha = pick && pick.r !== r ? 0.3 : 1;
+    player.times[r].forEach((t, k) => {
+      const before = player.times[r][k - 1];
+      if (long.has(`${r}/${k - 1}`) && t > t0 && before < t1) gapMark(r, k - 1, Math.max(X(before), GUTTER), Math.min(X(t), width - 2), y, t - before);
+      if (t < t0 || t > t1 + 1) return;
+      c.beginPath();
+      c.arc(X(t), y, 3.2, 0, 7);
+      c.fillStyle = paint.ink;
+      c.fill();
+    });
+  }
+  c.globalAlpha = 1;
+  if (pick?.moment >= 0 && pick.moment >= span[0] && pick.moment <= span[1] && at.has(pick.r)) {
+    const s = player.steps[pick.moment];
+    ring(c, X(s.start), at.get(pick.r) - 9, Math.max(4, X(s.end) - X(s.start) - 1), 18, paint);
+  }
+  if (pick?.gap) arrow(pick.gap);
+  c.font = `14px ${paint.ui}`;
+  c.textBaseline = "alphabetic";
+  c.fillStyle = paint.soft;
+  c.textAlign = "left";
+  c.fillText(`${(t0 / 1e6).toFixed(2)} s`, GUTTER, H - 3);
+  c.textAlign = "right";
+  c.fillText(`${(t1 / 1e6).toFixed(2)} s`, width - 2, H - 3);
+  return areas;
+
+  function gapMark(r, k, a, b, y, us) {
+    c.strokeStyle = paint.alarm;
+    c.lineWidth = 2;
+    c.setLineDash([5, 3]);
+    c.beginPath();
+    c.moveTo(a, y);
+    c.lineTo(b, y);
+    c.stroke();
+    c.setLineDash([]);
+    const label = ms(us);
+    if (b - a > 70) mark(c, label, (a + b) / 2, y, paint, paint.alarm, paint.paper);
+    areas.unshift({ x: a, y: y - ROW / 2, w: b - a, h: ROW, gap: [r, k] });
+  }
+
+  /** From a gap to the chunk that caused it. */
+  function arrow([r, k]) {
+    const who = long.get(`${r}/${k}`)?.[2];
+    if (!who || !at.has(r) || !at.has(who[0]) || who[1] < span[0] || who[1] > span[1]) return;
+    const s = player.steps[who[1]], y1 = at.get(r), y2 = at.get(who[0]), x2 = clamp((X(s.start) + X(s.end)) / 2, GUTTER, width);
+    const x1 = clamp(X((player.times[r][k] + player.times[r][k + 1]) / 2), GUTTER, width);
+    ring(c, X(s.start), y2 - 9, Math.max(4, X(s.end) - X(s.start) - 1), 18, paint);
+    c.strokeStyle = c.fillStyle = paint.alarm;
+    c.lineWidth = 2.5;
+    const down = y2 > y1 ? 1 : -1, tip = y2 - down * 11;
+    c.beginPath();
+    c.moveTo(x1, y1 + down * 3);
+    c.bezierCurveTo(x1, (y1 + tip) / 2, x2, (y1 + tip) / 2, x2, tip - down * 5);
+    c.stroke();
+    c.beginPath();
+    c.moveTo(x2, tip + down * 2);
+    c.lineTo(x2 - 6, tip - down * 8);
+    c.lineTo(x2 + 6, tip - down * 8);
+    c.fill();
+  }
+}
+
+// ---- 3. the widget -------------------------------------------------------------------------------------------------
+
+/** h("div.name", {attribute: value}, child, …) */
+function h(spec, attributes = {}, ...children) {
+  const [tag, ...classes] = spec.split("."), el = document.createElement(tag);
+  if (classes.length) el.className = classes.map((c) => `mc-${c}`).join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) el.addEventListener(key.slice(2), value);
+    else if (value !== undefined) el.setAttribute(key, value);
+  }
+  el.append(...children);
+  return el;
+}
+
+const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+
+/** The four panes of one run. */
+class RunView {
+  constructor(player, app) {
+    Object.assign(this, { player, app, hover: { row: -1, block: -1 } });
+    const canvas = (label) => h("canvas", { role: "img", "aria-label": label });
+    this.c = { budget: canvas("budget"), strip: canvas("packed batch"), mask: canvas("mask row"), grid: canvas("block pool"), slots: canvas("slots of a block"), overview: canvas("all steps"), lines: canvas("time line") };
+    const part = (name) => (this[name] = h(`div.${name}`));
+    const pane = (title, side, ...body) => h("section.pane", { "aria-label": title }, h("h4.title", {}, title, side), ...body);
+    this.slo = h("span.side", {}, player.run.slo === null ? "" : `long gap: over ${ms(player.run.slo * 1e6)}`);
+    this.count = h("span.side");
+    this.pool = h("span.side");
+    this.counter = h("span.side");
+    this.table = h("table.ints");
+    this.el = h("div.run", {},
+      part("head"),
+      h("div.panes", {},
+        pane("Queues and budget", this.counter, part("waiting"), part("running"), h("div.label", {}, "budget"), this.c.budget, part("events")),
+        pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.scroll", { tabindex: "-1" }, this.table)),
+        pane("Blocks", this.pool, this.c.grid, part("tablerow"), this.c.slots, part("slotline")),
+        pane("Time line", this.slo, this.c.overview, h("div.scroll.tall", { tabindex: "-1" }, this.c.lines), part("gapline")),
+      ));
+    this.listen();
+  }
+
+  listen() {
+    const { c, app } = this, spot = (e) => [e.offsetX, e.offsetY];
+    const on = (canvas, move, click) => {
+      canvas.addEventListener("pointermove", app.guard((e) => move(...spot(e))));
+      canvas.addEventListener("pointerleave", app.guard(() => move(-1, -1)));
+      canvas.addEventListener("click", app.guard((e) => click(...spot(e))));
+    };
+    const hover = (what, k) => { if (this.hover[what] !== k) { this.hover = { row: -1, block: -1, [what]: k }; app.draw(); } };
+    on(c.strip, (x, y) => hover("row", this.lay.at(x, y)), (x, y) => this.pickRow(this.lay.at(x, y)));
+    on(c.grid, (x, y) => hover("block", this.gridLay.at(x, y)), (x, y) => this.pickBlock(this.gridLay.at(x, y)));
+    on(c.overview, () => {}, (x) => app.showStep(this, this.stepAt(x)));
+    const area = (x, y) => this.areas.find((a) => x >= a.x - 2 && x <= a.x + a.w + 2 && y >= a.y && y < a.y + a.h);
+    on(c.lines, (x, y) => (c.lines.style.cursor = area(x, y) ? "pointer" : ""), (x, y) => {
+      const hit = area(x, y);
+      if (!hit) return;
+      if (hit.gap) app.pickGap(this, hit.gap);
+      else { app.showStep(this, hit.step); app.pick(this, hit.r, hit.chunk.end - 1); }
+    });
+  }
+
+  pickRow(k) {
+    if (k < 0 || k >= this.f.tokens) return this.app.clear();
+    const n = this.f.cu.findIndex((end) => end > k) - 1;
+    this.app.pick(this, this.f.chunks[n].r, this.f.positions[k]);
+  }
+
+  /** The first token in a block, if it holds one. */
+  pickBlock(b) {
+    const owner = this.f.pool[b];
+    if (b < 0 || owner < 0) return this.app.clear();
+    const p = this.f.tables.get(owner).indexOf(b) * this.player.size;
+    if (p < this.f.filled.get(owner)) this.app.pick(this, owner, p);
+  }
+
+  /** A selection, found in this run's step: request, position, packed row, block, moment. */
+  resolve(selection, i) {
+    if (!selection) return null;
+    const { player, f } = this, r = player.run.ids.indexOf(selection.gap ? selection.gap[0] : selection.request);
+    if (r < 0) return null;
+    if (selection.gap) return { r, p: -1, row: -1, block: -1, moment: -1, gap: [r, selection.gap[1]] };
+    const p = selection.position, n = player.chunkOf(f, r, p), table = f.tables.get(r) ?? [];
+    const slot = p < (f.filled.get(r) ?? 0) ? table[Math.floor(p / player.size)] ?? -1 : -1;
+    return { r, p, n, row: n < 0 ? -1 : f.cu[n] + p - f.chunks[n].start, block: slot, moment: player.momentOf(r, p, i) };
+  }
+
+  draw(i, selection, paint, span) {
+    const { player, hover } = this, run = player.run, f = (this.f = player.frame(i)), pick = this.resolve(selection, i);
+    const wide = (canvas) => Math.max(120, canvas.parentElement.clientWidth - (canvas.parentElement.matches(".mc-pane") ? 26 : 2));
+    const view = (canvas, more) => ({ paint, letters: run.letters, pick, size: player.size, i, span, width: wide(canvas), ...more });
+    this.chip = (r, text = "") => {
+      const el = h("button.chip", { type: "button", title: `request ${run.ids[r]}`, tabindex: "-1", onclick: this.app.guard(() => this.pickRequest(r)) }, run.letters[r]);
+      el.style.cssText = `background:${paint.fill(r)} ${paint.tile(r).url};color:${paint.text(r)};text-shadow:0 0 3px ${paint.fill(r)},0 0 3px ${paint.fill(r)},0 0 2px ${paint.fill(r)}`;
+      const box = h("span.entry", {}, el, text);
+      if (pick && pick.r !== r) box.classList.add("mc-dim");
+      return box;
+    };
+    this.drawHead(f);
+    this.drawQueues(f, pick);
+    drawBudget(this.c.budget, f, view(this.c.budget));
+    this.lay = drawStrip(this.c.strip, f, view(this.c.strip, { hover: hover.row }));
+    this.drawWords(f, pick, paint, view(this.c.mask));
+    this.drawTable(f, pick);
+    this.gridLay = drawGrid(this.c.grid, f, view(this.c.grid, { hover: hover.block }));
+    this.drawBlockTable(f, pick, view(this.c.slots));
+    this.stepAt = drawOverview(this.c.overview, player, view(this.c.overview));
+    this.areas = drawLines(this.c.lines, player, f, view(this.c.lines));
+    this.drawGap(pick, f);
+  }
+
+  summary(f) {
+    const prompts = f.chunks.length - f.decodes, who = [];
+    if (prompts) who.push(plural(prompts, "prompt chunk"));
+    if (f.decodes) who.push(plural(f.decodes, "decode"));
+    return `${who.join(" + ") || "no chunks"} · ${f.tokens} of ${f.budget} tokens · ${ms((f.end - f.start) * 1e6)}`;
+  }
+
+  drawHead(f) {
+    this.head.replaceChildren(
+      h("span.now", {}, h("b", {}, `step ${f.step}`), ` of ${this.player.n}`), h(`span.kind.${f.kind}`, {}, f.kind),
+      h("span", {}, this.summary(f)), h("span.badge", {}, this.player.run.title));
+  }
+
+  drawQueues(f, pick) {
+    const { chip } = this, line = (label, items, none) => [h("span.label", {}, label), ...(items.length ? items : [h("span.none", {}, none)])];
+    const decoding = f.running.filter(([, total, done]) => total - done === 1), rest = f.running.filter(([, total, done]) => total - done !== 1);
+    this.counter.textContent = `${f.waiting.length} waiting · ${f.running.length} running`;
+    this.waiting.replaceChildren(...line("waiting", f.waiting.map(([r, total]) => chip(r, ` ${total}`)), "nobody"));
+    const bars = rest.map(([r, total, done]) => {
+      const now = f.chunks.find((c) => c.r === r)?.end ?? done, bar = h("span.progress");
+      bar.style.setProperty("--done", `${(100 * done) / total}%`);
+      bar.style.setProperty("--now", `${(100 * now) / total}%`);
+      bar.style.setProperty("--fill", this.app.paint.fill(r));
+      return h("div.prompt", {}, chip(r), bar, h("span.num", {}, `${done}${now > done ? ` → ${now}` : ""} of ${total}`));
+    });
+    this.running.replaceChildren(h("div.flow", {}, ...line("decoding", decoding.map(([r]) => chip(r)), "nobody")), ...(bars.length ? [h("div.label", {}, "prompts under way"), ...bars] : []));
+    const said = ["arrived", "admitted", "preempted", "finished"].filter((e) => f[e].length);
+    this.events.replaceChildren(h("span.label", {}, "in this step"), ...(said.length ? said.flatMap((e) => [h(`span.event.${e}`, {}, e), ...f[e].map((r) => chip(r))]) : [h("span.none", {}, "no change")]));
+  }
+
+  /** Click on a letter: its last token in this step, or the last one it has. */
+  pickRequest(r) {
+    const chunk = this.f.chunks.find((c) => c.r === r);
+    this.app.pick(this, r, chunk ? chunk.end - 1 : Math.max(0, (this.f.filled.get(r) ?? 1) - 1));
+  }
+
+  drawWords(f, pick, paint, view) {
+    const row = this.hover.row >= 0 && this.hover.row < f.tokens ? this.hover.row : pick?.row ?? -1;
+    this.count.textContent = `${f.tokens} rows · ${plural(f.rows.length, "sampled")} ◢`.replace("sampleds", "sampled");
+    if (row < 0) {
+      const away = pick && pick.p >= 0;
+      this.word.textContent = away ? `${this.player.run.letters[pick.r]}'s token ${pick.p} ${pick.moment < 0 ? "was never computed" : `is not in this step: computed in step ${pick.moment}`}` : "Point at a token to read it, click to follow it.";
+      return drawMask(this.c.mask, view, null);
+    }
+    const n = f.cu.findIndex((end) => end > row) - 1, chunk = f.chunks[n], p = f.positions[row], { run } = this.player;
+    const tokens = run.tokens[chunk.r], word = (k) => this.player.word(tokens[k]);
+    let before = "", after = "";
+    for (let k = p - 1; k >= 0 && before.length < 24; k--) before = word(k) + before;
+    for (let k = p + 1; k < Math.min(tokens.length, chunk.end) && after.length < 24; k++) after += word(k);
+    this.word.replaceChildren(
+      h("div.text", {}, before, h("mark", {}, word(p)), after),
+      h("div", {}, `row ${row} · ${run.letters[chunk.r]}'s token ${p} (id ${tokens[p]}) · slot ${f.slots[row]} · mask row: sees keys 0…${p} of ${chunk.end}`));
+    drawMask(this.c.mask, view, chunk, p);
+  }
+
+  /** The integers that go to the kernel, a row a sequence. */
+  drawTable(f, pick) {
+    const cell = (x) => h("td", {}, String(x)), sampled = new Map(f.rows.map((row, k) => [row, f.sampled[k]]));
+    const rows = f.chunks.map(({ r, start, end, length, flags }, n) => {
+      const last = f.cu[n + 1] - 1, token = sampled.get(last);
+      const tr = h("tr", {}, h("td", {}, this.chip(r)), cell(f.cu[n]), cell(length > 1 ? `${start}…${end - 1}` : start), cell(end),
+        cell(flags & LAST ? last : "–"), h("td.said", {}, token === undefined || token === null ? "" : this.player.word(token)));
+      if (pick?.r === r) tr.className = "mc-on";
+      return tr;
+    });
+    const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, t))));
+    this.table.replaceChildren(head, h("tbody", {}, ...rows, h("tr", {}, cell(""), cell(f.tokens), cell(""), cell(""), cell(""), cell(""))));
+    const on = this.table.querySelector(".mc-on"), box = this.table.parentElement;
+    if (on) box.scrollTop = clamp(box.scrollTop, on.offsetTop + on.offsetHeight - box.clientHeight, on.offsetTop - 26);
+  }
+
+  drawBlockTable(f, pick, view) {
+    const { player, hover } = this, B = player.size, { letters } = player.run;
+    this.pool.textContent = `used ${f.used} · cached ${f.cached} · empty ${f.empty} · ${plural(f.wasted, "slot")} wasted`;
+    let r = pick?.r ?? (f.chunks.find((c) => !(c.flags & DECODE)) ?? f.chunks[0])?.r ?? -1;
+    if (hover.block >= 0 && f.pool[hover.block] >= 0) r = f.pool[hover.block];
+    const table = f.tables.get(r) ?? [], filled = f.filled.get(r) ?? 0;
+    const block = hover.block >= 0 && table.includes(hover.block) ? hover.block : pick?.r === r && pick.block >= 0 ? pick.block : table.at(-1) ?? -1;
+    if (r < 0 || !table.length) {
+      this.tablerow.replaceChildren(h("span.none", {}, r < 0 ? "no table" : `${letters[r]} holds no blocks now`));
+      this.slotline.textContent = "";
+      sheet(this.c.slots, view.width, 24);
+      return;
+    }
+    this.tablerow.replaceChildren(h("span.label", {}, "table"), this.chip(r), ...table.map((b, k) => {
+      const el = h(b === block ? "span.block.on" : "span.block", { title: `logical block ${k} lies in block ${b}` }, String(b));
+      return el;
+    }));
+    const on = this.tablerow.querySelector(".mc-on");
+    if (on) this.tablerow.scrollLeft = clamp(this.tablerow.scrollLeft, on.offsetLeft + on.offsetWidth - this.tablerow.clientWidth + 8, on.offsetLeft - 90);
+    const k = table.indexOf(block), used = clamp(filled - k * B, 0, B), { paint, width } = view;
+    const w = Math.min(24, width / B), c = sheet(this.c.slots, width, 24);
+    for (let s = 0; s < B; s++) {
+      c.fillStyle = s < used ? paint.pattern(c, r) : paint.paper;
+      c.fillRect(s * w + 1, 1, w - 2, 22);
+      if (s >= used) { c.strokeStyle = paint.soft; c.setLineDash([2, 2]); c.strokeRect(s * w + 1.5, 1.5, w - 3, 21); c.setLineDash([]); }
+    }
+    const chosen = pick?.r === r && pick.block === block ? pick.p % B : -1;
+    if (chosen >= 0) ring(c, chosen * w + 2, 2, w - 4, 20, paint);
+    this.slotline.textContent = `block ${block} is ${letters[r]}'s logical block ${k}: ${used} of ${B} slots filled` +
+      (chosen >= 0 ? `; slot ${block * B + chosen} = ${block} · ${B} + ${chosen}` : "");
+  }
+
+  drawGap(pick, f) {
+    const gap = pick?.gap && this.player.run.gaps.find((g) => g[0] === pick.gap[0] && g[1] === pick.gap[1]);
+    const parts = f.times.filter(([, t]) => t >= 5e-4).map(([name, t]) => `${name} ${ms(t * 1e6)}`).join(" · ");
+    const many = this.player.run.gaps.length;
+    this.gapline.textContent = gap ? gap[3] : [parts && `this step: ${parts}`, many ? `${plural(many, "long gap")}: click one, or press n` : "no long gaps"].filter(Boolean).join(" · ");
+    this.gapline.classList.toggle("mc-alarm", Boolean(gap));
+  }
+}
+
+const SPEEDS = [["2 steps/s", 500], ["8 steps/s", 125], ["20 steps/s", 50], ["real time", 1], ["10 × slower", 10]];
+const KEYS = "← → step · Home End · space play · n p long gaps · Shift ← → token · Esc clear";
+
+/** store: {get() → state, set(state), listen(callback), status(callback)?} */
+class App {
+  constructor(root, body, store) {
+    Object.assign(this, { root, store, body, zoom: 16, timer: 0 });
+    this.players = body.runs.map((run) => new Player(run));
+    this.state = { step: 0, selection: null, sync: "time", ...store.get() };
+    this.places();
+    this.views = this.players.map((p) => new RunView(p, this));
+    root.classList.add("mc-scrubber");
+    for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": "Scrubber: a run of the engine, step by step", "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
+    root.replaceChildren(this.bar(), h(`div.runs${this.players.length > 1 ? ".two" : ""}`, {}, ...this.views.map((v) => v.el)), (this.line = h("div.status", { role: "status", "aria-live": "polite" }, KEYS)));
+    root.addEventListener("keydown", this.guard((e) => this.key(e)));
+    store.listen(this.guard((state) => this.take(state)));
+    store.status?.((text) => text && this.say(text, text.startsWith("error")));
+    const redraw = () => { this.paint = null; this.draw(); };
+    this.watch = new ResizeObserver(redraw);
+    this.watch.observe(root);
+    this.themes = new MutationObserver(redraw);
+    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
+    this.media = matchMedia("(prefers-color-scheme: dark)");
+    this.media.addEventListener("change", redraw);
+    this.draw();
+  }
+
+  close() {
+    clearTimeout(this.timer);
+    clearTimeout(this.sending);
+    this.watch.disconnect();
+    this.themes.disconnect();
+    this.closed = true;
+  }
+
+  places() { this.at = positions(this.players, this.state.sync); this.state.step = clamp(this.state.step, 0, this.at.length - 1); }
+
+  bar() {
+    const button = (label, text, does, name) => h("button.button", { type: "button", "aria-label": label, title: label, "data-do": name ?? label, onclick: this.guard(does) }, text);
+    const select = (label, options, does) => h("select.select", { "aria-label": label, title: label, onchange: this.guard((e) => does(e.target.value)) }, ...options.map(([text, value]) => h("option", { value }, text)));
+    this.slider = h("input.slider", { type: "range", min: 0, max: this.at.length - 1, value: 0, "aria-label": "step", oninput: this.guard(() => this.go(Number(this.slider.value))) });
+    this.playing = button("play", "▶", () => this.play(), "play");
+    this.where = h("span.where");
+    const two = this.players.length > 1;
+    const sync = two ? [select("how the runs go together", [["same moment", "time"], ["same step", "step"]], (v) => this.setSync(v)), button("first step in which the two differ", "first difference", () => this.firstDifference(), "differ")] : [];
+    this.sync = sync[0];
+    return h("div.bar", {}, button("previous step", "◀", () => this.go(this.state.step - 1), "back"), this.playing, button("next step", "▶▏", () => this.go(this.state.step + 1), "next"),
+      this.slider, this.where, select("speed of play", SPEEDS.map(([t], k) => [t, k]), (k) => (this.speed = Number(k))), ...sync,
+      button("fewer steps in the time line", "+", () => this.setZoom(0.5), "in"), button("more steps in the time line", "−", () => this.setZoom(2), "out"),
+      button("Reset: first step, nothing selected", "Reset", () => this.reset(), "reset"), button("copy this state as Python", "Copy as code", () => this.copyCode(), "copy"));
+  }
+
+  /** An error in a handler is shown, not lost. */
+  guard(does) {
+    return (...args) => {
+      try { return does(...args); } catch (error) { this.say(`error: ${error.message}`, true); throw error; }
+    };
+  }
+
+  say(text, bad = false) {
+    this.line.textContent = text;
+    this.line.classList.toggle("mc-alarm", bad);
+  }
+
+  /** A new state, from here: drawn at once, told to the kernel a little later, the last one only. */
+  set(change) {
+    this.state = { ...this.state, ...change };
+    this.places();
+    this.draw();
+    this.sending ||= setTimeout(() => { this.sending = 0; this.store.set(this.state); }, 150);
+  }
+
+  /** A new state, from Python. */
+  take(state) {
+    if (this.sending || JSON.stringify(state) === JSON.stringify(this.state)) return;
+    this.state = { step: 0, selection: null, sync: "time", ...state };
+    this.places();
+    this.draw();
+  }
+
+  go(step) {
+    const to = clamp(step, 0, this.at.length - 1);
+    if (to !== this.state.step) this.set({ step: to });
+  }
+
+  /** The position at which `view` shows step i. */
+  showStep(view, i) {
+    const n = this.views.indexOf(view), k = this.at.findIndex((steps) => steps[n] === i);
+    if (k >= 0) this.go(k);
+  }
+
+  pick(view, r, position) { this.set({ selection: { request: view.player.run.ids[r], position } }); }
+  clear() { if (this.state.selection) this.set({ selection: null }); }
+  setSync(sync) { this.state.sync = sync; this.set({}); }
+  setZoom(by) { this.zoom = clamp(this.zoom * by, 4, 512); this.draw(); }
+  reset() { this.stop(); this.zoom = 16; this.set({ step: 0, selection: null, sync: "time" }); this.say(KEYS); }
+
+  /** Selects a long gap and goes to the step of its culprit. */
+  pickGap(view, [r, k]) {
+    const gap = view.player.run.gaps.find((g) => g[0] === r && g[1] === k);
+    this.set({ selection: { gap: [view.player.run.ids[r], k] } });
+    if (gap?.[2]) this.showStep(view, gap[2][1]);
+    if (gap) this.say(gap[3]);
+  }
+
+  /** The long gap after (or before) the one selected, in order of time. */
+  nextGap(way) {
+    const view = this.views[0], { player } = view, time = (g) => player.times[g[0]][g[1]] + g[0] / 1e4;
+    const all = [...player.run.gaps].sort((a, b) => time(a) - time(b));
+    if (!all.length) return this.say("no long gaps in this run");
+    const now = this.state.selection?.gap, at = now ? all.findIndex((g) => player.run.ids[g[0]] === now[0] && g[1] === now[1]) : way > 0 ? -1 : all.length;
+    const [r, k] = all[clamp(at + way, 0, all.length - 1)];
+    this.pickGap(view, [r, k]);
+  }
+
+  /** The packed row before or after the selected one. */
+  nextToken(way) {
+    const view = this.views[0], row = view.resolve(this.state.selection, view.f.step)?.row ?? -1;
+    view.pickRow(row < 0 ? 0 : clamp(row + way, 0, view.f.tokens - 1));
+  }
+
+  firstDifference() {
+    const key = (p, i) => p.steps[i]?.chunks.map((c) => [c.r, c.start, c.length]).join(";");
+    const [a, b] = this.players;
+    let i = 0;
+    while (i < Math.min(a.n, b.n) && key(a, i) === key(b, i)) i++;
+    if (i === a.n && i === b.n) return this.say("the two runs made the same decisions in every step");
+    this.state.sync = this.sync.value = "step";
+    this.set({ step: i });
+    this.say(`first different decision: step ${i}`);
+  }
+
+  play() {
+    if (this.timer) return this.stop();
+    if (this.state.step >= this.at.length - 1) this.go(0);
+    this.playing.textContent = "⏸";
+    this.playing.setAttribute("aria-label", "pause");
+    const tick = () => {
+      if (this.state.step >= this.at.length - 1) return this.stop();
+      const factor = SPEEDS[this.speed ?? 0][1], s = this.players[0].steps[this.at[this.state.step][0]];
+      this.timer = setTimeout(this.guard(() => { this.go(this.state.step + 1); tick(); }), factor >= 50 ? factor : ((s.end - s.start) / 1e3) * factor);
+    };
+    tick();
+  }
+
+  stop() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    this.playing.textContent = "▶";
+    this.playing.setAttribute("aria-label", "play");
+  }
+
+  key(e) {
+    if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("select")) return;
+    const on = e.target.matches("button") && (e.key === " " || e.key === "Enter");
+    const does = on ? null : {
+      ArrowLeft: () => (e.shiftKey ? this.nextToken(-1) : this.go(this.state.step - 1)),
+      ArrowRight: () => (e.shiftKey ? this.nextToken(1) : this.go(this.state.step + 1)),
+      PageUp: () => this.go(this.state.step - 10), PageDown: () => this.go(this.state.step + 10),
+      Home: () => this.go(0), End: () => this.go(this.at.length - 1), " ": () => this.play(),
+      n: () => this.nextGap(1), p: () => this.nextGap(-1), Escape: () => this.clear(),
+    }[e.key];
+    e.stopPropagation();
+    if (does) { e.preventDefault(); does(); }
+  }
+
+  code() {
+    const python = (x) => x === null ? "None" : Array.isArray(x) ? `[${x.map(python).join(", ")}]` : typeof x === "object" ? `{${Object.entries(x).map(([k, v]) => `"${k}": ${python(v)}`).join(", ")}}` : JSON.stringify(x);
+    return `w.state = ${python(this.state)}`;
+  }
+
+  async copyCode() {
+    const code = this.code();
+    try { await navigator.clipboard.writeText(code); this.say(`copied: ${code}`); } catch { this.say(code); }
+  }
+
+  /** The steps that the time line shows around step i. */
+  span(player, i) {
+    const room = Math.min(2 * this.zoom, player.n - 1), a = clamp(i - Math.floor(room / 2), 0, player.n - 1 - room);
+    return [a, a + room];
+  }
+
+  draw() { this.frame ||= requestAnimationFrame(this.guard(() => { this.frame = 0; if (!this.closed) this.render(); })); }
+
+  render() {
+    if (!this.root.clientWidth) return;
+    this.paint ??= new Paint(this.root, this.body.themes, this.body.hatches);
+    const { step, selection, sync } = this.state, steps = this.at[step];
+    this.slider.max = this.at.length - 1;
+    this.slider.value = step;
+    this.slider.setAttribute("aria-valuetext", `step ${steps.join(" and ")}`);
+    this.where.textContent = this.players.length > 1 ? `${step + 1} / ${this.at.length}` : "";
+    if (this.sync) this.sync.value = sync;
+    this.views.forEach((view, n) => view.draw(steps[n], selection, this.paint, this.span(view.player, steps[n])));
+    this.root.dataset.step = step;
+    this.root.dataset.selection = JSON.stringify(selection);
+  }
+}
+
+/** Puts a scrubber into `root`. */
+export async function mount(root, data, store) {
+  root.textContent = "…";
+  const app = new App(root, await unpack(data), store);
+  root.mcApp = app;
+  return app;
+}
+
+/** The saved page: no kernel, the state lives here. */
+export function mountPage(root, data) {
+  let state = {};
+  return mount(root, data, { get: () => state, set: (s) => (state = s), listen: () => {} });
+}
+
+/** The anywidget. */
+export default {
+  async render({ model, el }) {
+    const root = document.createElement("div"), data = model.get("data");
+    el.append(root);
+    const hear = (event, does) => { model.on(event, does); gone.push(() => model.off(event, does)); }, gone = [];
+    const app = await mount(root, data instanceof DataView ? new Uint8Array(data.buffer, data.byteOffset, data.byteLength) : data, {
+      get: () => model.get("state"),
+      set: (state) => { model.set("state", state); model.save_changes(); },
+      listen: (does) => hear("change:state", () => does(model.get("state"))),
+      status: (does) => hear("change:status", () => does(model.get("status"))),
+    });
+    return () => { gone.forEach((off) => off()); app.close(); };
+  },
+};
