@@ -129,7 +129,8 @@ def toy_run(
             add(r, budget)
         if policy == "prefill_first" and not step.chunks:
             for r in decoding:
-                add(r, 1)
+                if r in running:
+                    add(r, 1)
         for r, _, length, last, _ in step.chunks:
             request = run.requests[r]
             if request.first_scheduled is None:

@@ -109,17 +109,18 @@ def explain(run: Run, request_id: Any, gap_index: int, base: float | None = None
     names = letters(run)
     a, b = gap_of(run, request_id, gap_index)
     steps = steps_of_gap(run, request_id, gap_index)
-    text = f"{names[request_id]} waited {_ms(b - a)} for its token {gap_index + 1}"
+    text = f"{names[request_id]} waited {milliseconds(b - a)} for its token {gap_index + 1}"
     if steps:
         text += f" (steps {steps[0].index}…{steps[-1].index})" if len(steps) > 1 else f" (step {steps[0].index})"
     who = culprit(run, request_id, gap_index, base)
     if who:
         chunk = f"chunk {who['start']}…{who['start'] + who['length'] - 1} in step {who['step']}"
         owner = "its own recomputed" if who["request"] == request_id else f"{names[who['request']]}'s"
-        text += f": {owner} {chunk}, {_ms(who['seconds'])}"
+        text += f": {owner} {chunk}, {milliseconds(who['seconds'])}"
     parts = sorted(blame(run, request_id, gap_index, base).items(), key=lambda p: -p[1])
-    return text + "; in all " + ", ".join(f"{cause} {_ms(s)}" for cause, s in parts if s >= 5e-5)
+    return text + "; in all " + ", ".join(f"{cause} {milliseconds(s)}" for cause, s in parts if s >= 5e-5)
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """83 ms, 4.2 ms."""
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
