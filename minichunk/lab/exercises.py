@@ -68,7 +68,7 @@ def exercise(id: str, fn: Callable) -> Callable:
 
 
 def code_of(fn: Callable) -> str | None:
-    """"YOUR" for a function that passed its check in this kernel, "REFERENCE" for a reference answer, else None."""
+    """ "YOUR" for a function that passed its check in this kernel, "REFERENCE" for a reference answer, else None."""
     if any(fn is mine for mine in _passed.values()):
         return YOUR
     if any(fn is e.reference for e in exercises().values() if isinstance(e, Exercise)):

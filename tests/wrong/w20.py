@@ -49,7 +49,7 @@ def _share(steps):
 
 def only_the_emitting_step(run, request, gap):
     end = run.requests[request].token_times[gap + 1]
-    parts = _share([s for s in run.steps if s.end == end])
+    parts = _share([s for s in run.steps if s.start < end <= s.end])
     return max(parts, key=parts.get), parts
 
 
@@ -59,11 +59,17 @@ def emitting_step_scaled(run, request, gap):
     return culprit, {id: part * length / sum(parts.values()) for id, part in parts.items()}
 
 
+def sums_durations(run, request, gap):
+    before, end = run.requests[request].token_times[gap : gap + 2]
+    parts = _share([s for s in run.steps if before <= s.start < end])
+    return max(parts, key=parts.get), parts
+
+
 def longest_prompt_of_the_run(run, request, gap):
     previous, end = run.requests[request].token_times[gap : gap + 2]
     parts = {}
     for step in run.steps:
-        if previous < step.end <= end:
+        if previous <= step.start < end:
             for id, _start, length, *_ in step.chunks:
                 parts[id] = parts.get(id, 0) + (step.end - previous) * length / step.num_tokens
             previous = step.end
@@ -83,6 +89,7 @@ WRONG = [
     ("20.1", "mean", mean_of_the_groups),
     ("20.2", "skipped_steps", only_the_emitting_step),
     ("20.2", "skipped_steps", emitting_step_scaled),
+    ("20.2", "between_steps", sums_durations),
     ("20.2", "outside_gap", longest_prompt_of_the_run),
     ("20.2", "off_by_one", previous_step_too),
 ]

@@ -35,7 +35,7 @@ STEPS = [
 def check_mixed(fn: Callable) -> Result:
     for chunks, wanted, what, key in STEPS:
         got = fn(chunks)
-        if bool(got) != wanted or not (got in (True, False)):
+        if bool(got) != wanted or got not in (True, False):
             case = "[" + ", ".join(f"({c.id!r}, prompt of {c.num_prompt_tokens}, start {c.start}, length {c.length})" for c in chunks) + "]"  # fmt: skip
             kinds = " and ".join(
                 f"{c.id} is a {'decode' if c.start >= c.num_prompt_tokens else 'prompt chunk'} (start {c.start} "
@@ -98,14 +98,16 @@ def check_wait(fn: Callable) -> Result:
         key = _key_of_wait(arrival, scheduled, times, *got)
         if not close(got[0], wanted[0]):
             difference = f"TTFT: you wrote {got[0]}, expected {wanted[0]} = {times[0]} − {arrival}"
-            return WAIT.wrong(key, "TTFT is the user's wait: from arrival to the first token.", case, got, wanted, difference)
+            return WAIT.wrong(
+                key, "TTFT is the user's wait: from arrival to the first token.", case, got, wanted, difference
+            )
         if wanted[1] is None and got[1] is not None:
             rule = "One token has no gap after it: there is no TBT, so return None, not a number."
             return WAIT.wrong(key, rule, case, got, wanted, f"TBT: you wrote {got[1]}, expected None")
         if wanted[1] is not None and not close(got[1], wanted[1]):
             gaps = " + ".join(str(b - a) for a, b in zip(times, times[1:]))
             difference = f"TBT: you wrote {got[1]}, expected {wanted[1]} = ({gaps}) / {len(times) - 1}"
-            rule = f"{len(times)} tokens have {len(times) - 1} gaps between them; the mean TBT is the mean of those."
+            rule = "n tokens have n − 1 gaps between them; the mean TBT is the mean of those."
             return WAIT.wrong(key, rule, case, got, wanted, difference)
     return Result(True, "passed", WAIT.passed)
 

@@ -82,7 +82,7 @@ def _timetable(lens: list[int], slots: int) -> str:
         first = ends.index(min(ends))
         rows[first] += chr(65 + n) * length
         ends[first] += length
-    return "the slots, step by step, should read  " + "  |  ".join(rows)
+    return "the slots, step by step, should read  " + "  |  ".join(row or "(empty)" for row in rows)
 
 
 STEPS = Exercise(
@@ -104,18 +104,19 @@ def blame(run, request, gap):
     previous, end = run.requests[request].token_times[gap : gap + 2]
     parts = {}
     for step in run.steps:
-        if previous < step.end <= end:
+        if previous <= step.start < end:
+            until = min(step.end, end)
             for id, _start, length, _is_last, _is_decode in step.chunks:
-                parts[id] = parts.get(id, 0) + (step.end - previous) * length / step.num_tokens
-            previous = step.end
+                parts[id] = parts.get(id, 0) + (until - previous) * length / step.num_tokens
+            previous = until
     return max(parts, key=parts.get), parts
 
 
-def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int]) -> Run:
-    """A Run from (end in seconds, [(id, start, length)]) steps and {id: prompt length}; every step starts 1/64 s after
-    the one before ended. A chunk that reaches its prompt's end, or lies after it, samples a token."""
+def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int], pause: float = 0.0) -> Run:
+    """A Run from (end in seconds, [(id, start, length)]) steps and {id: prompt length}; each step starts `pause`
+    seconds after the one before ended. A chunk that reaches its prompt's end, or lies after it, samples a token."""
     requests = {id: RequestRecord(id, [0] * n, [], 0.0) for id, n in prompts.items()}
-    records, clock = [], 0.0
+    records, clock = [], -pause
     for index, (end, pieces) in enumerate(steps):
         chunks = []
         for id, start, length in pieces:
@@ -124,17 +125,14 @@ def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int]) ->
             if is_last:
                 requests[id].output_ids.append(0)
                 requests[id].token_times.append(end)
-        records.append(StepRecord(index, clock + (1 / 64 if index else 0), end, 16, chunks))
+        records.append(StepRecord(index, clock + pause, end, 16, chunks))
         clock = end
     return Run({"source": "MADE BY HAND", "num_blocks": 0}, requests, records)
 
 
 def _cases() -> list[tuple[Run, str, int, str]]:
     """(run, request, gap, what happens), the simplest first."""
-    plain = hand_run(
-        [(0.25, [("A", 0, 3)]), (0.5, [("A", 3, 1)]), (0.75, [("A", 4, 1)])],
-        {"A": 3},
-    )
+    plain = hand_run([(0.25, [("A", 0, 3)]), (0.5, [("A", 3, 1)]), (0.75, [("A", 4, 1)])], {"A": 3})
     beside = hand_run(  # C's long prompt is over before the gap in question; B's chunk lies in it
         [
             (1.0, [("C", 0, 14), ("A", 0, 2)]),
@@ -144,28 +142,33 @@ def _cases() -> list[tuple[Run, str, int, str]]:
         ],
         {"A": 2, "B": 6, "C": 14},
     )
-    frozen = hand_run(  # two whole steps without A: prompts alone, as prefill_first has them
-        [
-            (0.5, [("A", 0, 4)]),
-            (0.75, [("A", 4, 1)]),
-            (2.75, [("B", 0, 12)]),
-            (3.25, [("C", 0, 3)]),
-            (3.5, [("A", 5, 1), ("B", 12, 1), ("C", 3, 1)]),
-            (3.75, [("A", 6, 1), ("B", 13, 1), ("C", 4, 1)]),
-        ],
-        {"A": 4, "B": 12, "C": 3},
+    frozen, paused = (  # two whole steps without A: prompts alone, as prefill_first has them
+        hand_run(
+            [
+                (0.5, [("A", 0, 4)]),
+                (0.75, [("A", 4, 1)]),
+                (2.75, [("B", 0, 12)]),
+                (3.25, [("C", 0, 3)]),
+                (3.5, [("A", 5, 1), ("B", 12, 1), ("C", 3, 1)]),
+                (3.75, [("A", 6, 1), ("B", 13, 1), ("C", 4, 1)]),
+            ],
+            {"A": 4, "B": 12, "C": 3},
+            pause,
+        )
+        for pause in (0.0, 1 / 32)
     )
     return [
         (plain, "A", 1, "A runs alone"),
         (beside, "A", 1, "B's chunk rides in the step of A's token"),
-        (frozen, "A", 2, "nothing but decodes"),
+        (frozen, "A", 2, "nothing but decodes run"),
         (frozen, "A", 1, "two steps run without A"),
+        (paused, "A", 1, "a little time passes between two steps; it counts to the later one"),
     ]
 
 
-def _in_gap(run: Run, request: Any, gap: int, previous_too: bool = False) -> list[StepRecord]:
+def _in_gap(run: Run, request: Any, gap: int) -> list[StepRecord]:
     before, end = run.requests[request].token_times[gap : gap + 2]
-    return [s for s in run.steps if (before <= s.end if previous_too else before < s.end) and s.end <= end]
+    return [step for step in run.steps if before <= step.start < end]
 
 
 def _key_of_blame(wrong: list[tuple[Run, Any, int, Any]]) -> str:
@@ -178,12 +181,19 @@ def _key_of_blame(wrong: list[tuple[Run, Any, int, Any]]) -> str:
         return set(got[1]) == set(last) and all(close(got[1][i] / total, last[i] / sum(last.values())) for i in last)
 
     def previous_too(run, request, gap, got):
-        ids = {c[0] for step in _in_gap(run, request, gap, previous_too=True) for c in step.chunks}
-        return set(got[1]) == ids and sum(got[1].values()) > run.requests[request].tbt[gap] * (1 + 1e-9)
+        steps = _in_gap(run, request, gap)
+        ids = {c[0] for step in [run.steps[steps[0].index - 1], *steps] for c in step.chunks}
+        return set(got[1]) == ids and sum(got[1].values()) > sum(s.duration for s in steps) * (1 + 1e-9)
 
     def longest_prompt(run, request, gap, got):
         return got[0] == max(run.requests, key=lambda id: len(run.requests[id].prompt_ids))
 
+    def durations_only(run, request, gap, got):
+        steps = _in_gap(run, request, gap)
+        return close(sum(got[1].values()), sum(s.duration for s in steps)) and got[0] == blame(run, request, gap)[0]
+
+    if all(durations_only(*case) for case in wrong):
+        return "between_steps"
     if all(previous_too(*case) for case in wrong):
         return "off_by_one"
     if all(only_emitting(*case) for case in wrong) and any(len(_in_gap(*case[:3])) > 1 for case in wrong):
@@ -196,11 +206,17 @@ def check_blame(fn: Callable) -> Result:
     for run, request, gap, _ in CASES:
         got = fn(run, request, gap)
         if not (isinstance(got, tuple | list) and len(got) == 2 and isinstance(got[1], dict) and all(map(number, got[1].values()))):  # fmt: skip
-            rule = "Return two values: the culprit's id, and {id: seconds} with every request that had a chunk in the gap."
+            rule = (
+                "Return two values: the culprit's id, and {id: seconds} with every request that had a chunk in the gap."
+            )
             wanted = blame(run, request, gap)
             return BLAME.wrong("unknown", rule, _describe(run, request, gap), got, wanted, f"got {type(got).__name__}")
         wanted = blame(run, request, gap)
-        ok = got[0] == wanted[0] and set(got[1]) == set(wanted[1]) and all(close(got[1][i], wanted[1][i]) for i in wanted[1])
+        ok = (
+            got[0] == wanted[0]
+            and set(got[1]) == set(wanted[1])
+            and all(close(got[1][i], wanted[1][i]) for i in wanted[1])
+        )
         answers.append((run, request, gap, got, ok))
     for (run, request, gap, got, ok), (*_, what) in zip(answers, CASES):
         if ok:
@@ -209,9 +225,13 @@ def check_blame(fn: Callable) -> Result:
         total, length = sum(got[1].values()), run.requests[request].tbt[gap]
         differs = next((i for i in [*parts, *got[1]] if not close(got[1].get(i, 0), parts.get(i, 0))), None)
         if differs is None:
-            difference = f"the culprit: you named {got[0]!r}, but the largest part is {culprit}'s, {parts[culprit]:.4f} s"
+            difference = (
+                f"the culprit: you named {got[0]!r}, but the largest part is {culprit}'s, {parts[culprit]:.4f} s"
+            )
         else:
-            difference = f"{differs}'s part: you wrote {got[1].get(differs, 0):.4f} s, expected {parts.get(differs, 0):.4f} s"
+            difference = (
+                f"{differs}'s part: you wrote {got[1].get(differs, 0):.4f} s, expected {parts.get(differs, 0):.4f} s"
+            )
             difference += f" (your parts sum to {total:.4f} s, the gap is {length:.4f} s)"
         rule = f"The parts must sum to the gap, and the culprit has the largest. Here {what}."
         show = lambda answer: f"culprit {answer[0]!r}, " + ", ".join(f"{i} {s:.4f}" for i, s in answer[1].items())  # noqa: E731
@@ -224,9 +244,9 @@ def _describe(run: Run, request: Any, gap: int) -> str:
     before, end = run.requests[request].token_times[gap : gap + 2]
     lines = [f"request {request}, gap {gap}: from {before} s to {end} s. The steps of the run:"]
     for step in run.steps:
-        mark = "in the gap" if before < step.end <= end else ""
+        mark = "in the gap" if before <= step.start < end else ""
         chunks = ", ".join(f"{id}[{start}:{start + length}]" for id, start, length, *_ in step.chunks)
-        lines.append(f"    step {step.index} ends at {step.end:<5} {chunks:<28} {mark}".rstrip())
+        lines.append(f"    step {step.index}  {step.start:<8g} to {step.end:<5g} {chunks:<28} {mark}".rstrip())
     return "\n".join(lines)
 
 
@@ -236,10 +256,11 @@ BLAME = Exercise(
     check_blame,
     causes={
         "skipped_steps": "you looked only at the step that brought the token. Steps that ran without the request made it wait too.",
+        "between_steps": "you summed the steps' durations. From one step's end to the next one's start the user waits, too.",
         "outside_gap": "you named the longest prompt of the run, not the one that ran inside this gap.",
-        "off_by_one": "you counted the step that ended when the gap began. That one brought the token before: use <, not <=.",
+        "off_by_one": "you counted the step that brought the token before. The gap's steps are those that began after it.",
     },
-    passed="four gaps taken apart; every time the parts sum to the gap.",
+    passed="five gaps taken apart; every time the parts sum to the gap.",
 )  # fmt: skip
 
 CASES = _cases()

@@ -41,7 +41,9 @@ def queues(rng: random.Random, size: int) -> tuple[list[RequestView], list[Reque
         running.append(RequestView(chr(65 + n), tokens, computed, prompt, float(n)))
     for n in range(len(running), len(running) + rng.randint(0, size)):
         prompt = rng.randint(1, 3 * size)
-        waiting.append(RequestView(chr(65 + n), prompt, rng.choice([0, 0, rng.randint(0, prompt - 1)]), prompt, float(n)))
+        waiting.append(
+            RequestView(chr(65 + n), prompt, rng.choice([0, 0, rng.randint(0, prompt - 1)]), prompt, float(n))
+        )
     budget = max(len(running), 1) + rng.randint(0, 4 * size)  # the engine never has a budget below max_requests
     return running, waiting, budget, rng.randint(1, budget)
 
@@ -57,7 +59,11 @@ def problem(running, waiting, budget, chunk_size, plan) -> tuple[str, str, str] 
     for n, (id, length) in enumerate(pairs):
         where = f"pair {n}, ({id}, {length!r})"
         if id not in live:
-            return "unknown", "A plan names requests from running and waiting only.", f"{where}: there is no request {id!r}"
+            return (
+                "unknown",
+                "A plan names requests from running and waiting only.",
+                f"{where}: there is no request {id!r}",
+            )
         if id in given:
             return "unknown", "A request has at most one chunk in a step.", f"{where}: {id} is in the plan already"
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= live[id].num_left:

@@ -1,0 +1,67 @@
+"""`minichunk lab` and `minichunk progress`: functions that typer turns into commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+from minichunk.lab import copies
+from minichunk.lab.checks import Bug, exercises
+from minichunk.lab.exercises import solved_path
+from minichunk.lab.places import my_dir
+from minichunk.lab.predictions import events, score
+
+
+def lab(
+    notebook: Annotated[Optional[str], typer.Argument(help="Number of a notebook, e.g. 40. Default: 00.")] = None,
+    fresh: Annotated[
+        Optional[str], typer.Option(help="Make a new copy of this notebook; your old one is kept.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="JupyterLab's port.")] = 8888,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+) -> None:
+    """Copy the notebooks to my/ on first use, and open JupyterLab on one of them."""
+    try:
+        for line in copies.make_copies():
+            typer.echo(line)
+        if fresh:
+            copy, kept = copies.fresh(fresh)
+            typer.echo(f"{copy.name} is new" + (f"; your old one is {kept.name}" if kept else ""))
+        target = my_dir() / copies.find(notebook or fresh or "00").name
+    except (KeyError, FileNotFoundError) as error:
+        typer.echo(error.args[0] if isinstance(error, KeyError) else str(error), err=True)
+        raise typer.Exit(1) from None
+    if importlib.util.find_spec("jupyterlab") is None:
+        typer.echo(
+            f'JupyterLab is not installed in this Python ({sys.executable}): pip install "minichunk[notebooks]"',
+            err=True,
+        )
+        raise typer.Exit(1)
+    command = [sys.executable, "-m", "jupyterlab", str(target), f"--port={port}", f"--ServerApp.root_dir={my_dir()}"]
+    command += [] if browser else ["--no-browser"]
+    try:
+        code = subprocess.run(command, env={**os.environ, "MINICHUNK_MY": str(my_dir().resolve())}).returncode
+    except KeyboardInterrupt:  # Ctrl-C is how one leaves JupyterLab
+        code = 0
+    raise typer.Exit(code)
+
+
+def progress() -> None:
+    """Which exercises have passed, and how the predictions went."""
+    done = {id: solved_path(id).exists() for id in exercises()}
+    done |= {id: any(e["event"] == "lock" for e in events(id)) for id, e in exercises().items() if isinstance(e, Bug)}
+    typer.echo(f"Exercises: {sum(done.values())} of {len(done)}")
+    for id, entry in exercises().items():
+        name = "which bug?" if isinstance(entry, Bug) else entry.name
+        typer.echo(f"  {'✔' if done[id] else '○'} {id} {name}")
+    typer.echo("\n" + score())
+
+
+lab_app, progress_app = typer.Typer(add_completion=False), typer.Typer(add_completion=False)
+lab_app.command()(lab)
+progress_app.command()(progress)

@@ -1,0 +1,321 @@
+"""Predict, then measure: the learner's number first, the result against it, and the course keeps the score.
+
+`lab.predict(id, question, unit)` shows a field and Lock. `lab.reveal(id, truth, figure)` always gets the truth, and
+shows it after the lock (or `lab.skip`). The first lock counts; one made after the truth was shown never does.
+Everything is kept in my/predictions.jsonl, one line an event:
+
+    {"id": "40.1", "event": "lock", "guess": 300, "unit": "ms"}     also "skip", "late" (locked after seeing)
+    {"id": "40.1", "event": "truth", "truth": 412, "low": 398, "high": 455, "factor": 1.37}
+
+With MINICHUNK_REVEAL=1 (a test of the notebooks) the truth shows at once and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import time
+from statistics import median
+from typing import Any, Sequence
+
+from minichunk.lab.checks import Bug, find
+from minichunk.lab.places import my_dir
+from minichunk.lab.widgets import Panel, figure_bundle
+
+Guess = float | str
+_open: dict[str, "Prediction"] = {}  # what stands in this notebook: reveal and predict find each other by id
+_waiting: dict[str, "Reveal"] = {}
+
+
+# --- the file ------------------------------------------------------------------------------------------------------
+def events(id: str | None = None) -> list[dict]:
+    """All that was stored, or what was stored for one prediction, in order."""
+    path = my_dir() / "predictions.jsonl"
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [e for e in lines if id is None or e["id"] == id]
+
+
+def _store(**event: Any) -> None:
+    path = my_dir() / "predictions.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**event, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}, ensure_ascii=False) + "\n")
+
+
+def _first(id: str, *kinds: str) -> dict | None:
+    return next((e for e in events(id) if e["event"] in kinds), None)
+
+
+def _standing(id: str) -> dict | None:
+    """The answer that stands: the lock that counts, else one made after seeing, else a skip."""
+    return _first(id, "lock") or _first(id, "late") or _first(id, "skip")
+
+
+def _showing() -> bool:
+    return os.environ.get("MINICHUNK_REVEAL") == "1"
+
+
+# --- scoring -------------------------------------------------------------------------------------------------------
+def factor(guess: float, truth: float, low: float | None = None, high: float | None = None) -> float:
+    """How many times off: max(guess / truth, truth / guess), so 1 is exact; 1 as well from low to high (P5 to P95)."""
+    if low is not None and low <= guess <= high:
+        return 1.0
+    return max(guess / truth, truth / guess)
+
+
+def score() -> str:
+    """The learner's predictions so far: each guess beside the truth, the median factor, choices beside chance."""
+    rows, factors, right, chance, choices = [], [], 0, 0.0, 0
+    for id in dict.fromkeys(e["id"] for e in events()):
+        lock, truth = _standing(id), _first(id, "truth")
+        if lock["event"] != "lock" or not truth:
+            rows.append(f"  {id:<6} {({'skip': 'skipped', 'late': 'after seeing, not scored'}).get(lock['event'], 'locked, the truth is still to come')}")  # fmt: skip
+        elif lock.get("options"):
+            hit = lock["guess"] == truth["truth"]
+            right, choices, chance = right + hit, choices + 1, chance + 1 / len(lock["options"])
+            rows.append(f"  {id:<6} {'✔' if hit else '✘'} {lock['guess']}")
+        else:
+            factors.append(truth["factor"])
+            rows.append(f"  {id:<6} you {lock['guess']:g}, truth {truth['truth']:g} {lock['unit']}: {_times(truth['factor'])}")  # fmt: skip
+    if not rows:
+        return "No predictions yet."
+    lines = ["Predictions", *rows]
+    if factors:
+        lines.append(f"Numbers: typically (median of {len(factors)}) {_times(median(factors))}.")
+    if len(factors) >= 8:
+        half = len(factors) // 2
+        lines.append(f"First half {_times(median(factors[:half]))}, second half {_times(median(factors[half:]))}.")
+    if choices:
+        lines.append(f"Choices: {right} of {choices} right; chance would give {chance:.1f}.")
+    return "\n".join(lines)
+
+
+def _times(f: float) -> str:
+    return "on the spot" if f < 1.05 else f"a factor of {f:.1f} off"
+
+
+# --- asking --------------------------------------------------------------------------------------------------------
+class Prediction(Panel):
+    """One question. state: "open", "locked", "late" (locked after the truth was shown) or "skipped"; guess.
+
+    lock(guess) and skip() do what the buttons do.
+    """
+
+    def __init__(self, id: str, question: str, unit: str = "", options: Sequence[str] = ()):
+        self.id, self.question, self.unit, self.options = id, question, unit, tuple(options)
+        before = _standing(id)
+        self.state = {"lock": "locked", "skip": "skipped", "late": "late"}[before["event"]] if before else "open"
+        self.guess: Guess | None = before.get("guess") if before else None
+        super().__init__()
+        _open[id] = self
+
+    def lock(self, guess: Guess) -> None:
+        """Stores the guess. The first one counts: ValueError when one is stored, or when this one cannot be a guess."""
+        if self.state in ("locked", "late"):
+            raise ValueError(f"{self.id} is locked already: the first answer counts")
+        if self.options and guess not in self.options:
+            raise ValueError(f"choose one of {', '.join(self.options)}")
+        if not self.options:
+            guess = float(guess)
+            if not (math.isfinite(guess) and guess > 0):
+                raise ValueError(f"a number above 0, please, not {guess:g}")
+        late = _first(self.id, "truth") is not None or _showing()
+        self.state, self.guess = ("late" if late else "locked"), guess
+        if not _showing():
+            _store(id=self.id, event="late" if late else "lock", guess=guess, unit=self.unit, **({"options": self.options} if self.options else {}))  # fmt: skip
+        self._settle()
+
+    def skip(self) -> None:
+        """Shows the truth without a guess; nothing is scored."""
+        if self.state == "open":
+            self.state = "skipped"
+            if not _showing():
+                _store(id=self.id, event="skip")
+            self._settle()
+
+    def _settle(self) -> None:
+        self.refresh()
+        if self.id in _waiting:
+            _waiting[self.id].refresh()
+
+    def __str__(self) -> str:
+        unit = f" [{self.unit}]" if self.unit else ""
+        options = "".join(f"\n    ○ {option}" for option in self.options)
+        return f"Predict {self.id}: {self.question}{unit}{options}\n{self._status()}"
+
+    def _status(self) -> str:
+        said = f"{self.guess:g} {self.unit}".strip() if isinstance(self.guess, float | int) else self.guess
+        return {
+            "open": f'Not locked yet. Lock your answer (or lab.predict("{self.id}", …).lock(answer)).',
+            "locked": f"Locked: {said}.",
+            "late": f"Locked after seeing: {said}. It is kept, and not scored.",
+            "skipped": "Skipped. You can still lock an answer; it is kept as after seeing.",
+        }[self.state]
+
+    def _widgets(self):
+        import ipywidgets as w
+
+        label = f"<b>Predict.</b> {html.escape(self.question)}"
+        if self.options:
+            self.field = w.RadioButtons(options=self.options, value=None, layout=w.Layout(width="auto"))
+        else:
+            self.field = w.Text(placeholder="your number", layout=w.Layout(width="9em"))
+        lock = w.Button(description="Lock", button_style="primary", layout=w.Layout(width="6em"), tooltip="your answer counts from now on")  # fmt: skip
+        skip = w.Button(description="Skip", layout=w.Layout(width="6em"), tooltip="show the result, score nothing")
+        lock.on_click(lambda _: self.guarded(self._lock_field))
+        skip.on_click(lambda _: self.guarded(self.skip))
+        self._buttons = (self.field, lock, skip)
+        unit = w.HTML(html.escape(self.unit))
+        row = [self.field, lock, skip] if self.options else [self.field, unit, lock, skip]
+        return [
+            w.HTML(label),
+            w.VBox(row[:1]) if self.options else w.HBox(row),
+            *([w.HBox(row[1:])] if self.options else []),
+        ]
+
+    def _lock_field(self) -> None:
+        value = self.field.value
+        if value in (None, ""):
+            raise ValueError("first give an answer, then lock it")
+        if not self.options:
+            try:
+                value = float(str(value).replace(",", "."))
+            except ValueError:
+                raise ValueError(f"a number, please, not {value!r}") from None
+        self.lock(value)
+
+    def _redraw(self) -> None:
+        field, lock, skip = self._buttons
+        field.disabled = lock.disabled = self.state in ("locked", "late")
+        skip.disabled = self.state != "open"
+
+
+def predict(id: str, question: str, unit: str = "", options: Sequence[str] = ()) -> Prediction:
+    """Asks for a number in `unit`, or for one of the options. Show it as a cell's last line."""
+    return Prediction(id, question, unit, options)
+
+
+class Reveal(Panel):
+    """A truth that waits for the lock. shown: whether it may be seen; factor: of a scored guess, else None."""
+
+    def __init__(self, id: str, truth: Guess, figure: Any, low: float | None, high: float | None, text: str):
+        self.id, self.truth, self.figure, self.low, self.high, self.text = id, truth, figure, low, high, text
+        super().__init__()
+        _waiting[id] = self
+        self.refresh()
+
+    @property
+    def shown(self) -> bool:
+        return _showing() or _standing(self.id) is not None
+
+    def refresh(self) -> None:
+        """Stores the truth the first time that it may be seen, then redraws."""
+        if self.shown and not _showing() and _first(self.id, "truth") is None:
+            scored = {"factor": self.factor} if self.factor else {}
+            _store(id=self.id, event="truth", truth=self.truth, low=self.low, high=self.high, **scored)
+        super().refresh()
+
+    @property
+    def factor(self) -> float | None:
+        lock = _first(self.id, "lock")
+        if lock is None or isinstance(self.truth, str):
+            return None
+        return factor(lock["guess"], self.truth, self.low, self.high)
+
+    def __str__(self) -> str:
+        if not self.shown:
+            return (
+                f'The answer to {self.id} is computed. Lock your prediction above to see it, or lab.skip("{self.id}").'
+            )
+        unit = _open[self.id].unit if self.id in _open else ""
+        lines = [f"{self.truth:.3g} {unit}".strip() if not isinstance(self.truth, str) else self.truth]
+        if self.low is not None:
+            lines[0] += f" (P5 {self.low:.3g}, P95 {self.high:.3g})"
+        lock = _first(self.id, "lock") or _first(self.id, "late")
+        if lock:
+            said = lock["guess"] if isinstance(lock["guess"], str) else f"{lock['guess']:g} {unit}".strip()
+            late = " (after seeing, not scored)" if lock["event"] == "late" else ""
+            verdict = f", {_times(self.factor)}" if self.factor else ""
+            if isinstance(self.truth, str) and not late:
+                verdict = ", right" if said == self.truth else ", not so"
+            lines.append(f"You said: {said}{verdict}{late}.")
+        return "\n".join(lines + [self.text] * bool(self.text))
+
+    def _status(self) -> str:
+        return str(self)
+
+    def _widgets(self):
+        import ipywidgets as w
+
+        self._output = w.Output()
+        return [self._output]
+
+    def _redraw(self) -> None:
+        if self.shown and self.figure is not None:
+            self._output.outputs = (figure_bundle(self.figure),)
+
+
+def reveal(id: str, truth: Any, figure: Any = None, text: str = "") -> Reveal:
+    """Shows the truth (a number above 0, an option, or a list of measurements of one quantity) once the guess is locked.
+
+    Of a list the median is the truth, and a guess from P5 to P95 counts as exact. figure: a plotly figure;
+    text: a sentence to go with it. Show it as a cell's last line.
+    """
+    low = high = None
+    if isinstance(truth, list | tuple):
+        import numpy as np
+
+        low, truth, high = (float(v) for v in np.percentile(truth, [5, 50, 95]))
+    if not isinstance(truth, str):
+        truth = float(truth)
+        if not (math.isfinite(truth) and truth > 0):
+            raise ValueError(f"the truth of {id} must be a number above 0, got {truth}")
+    return Reveal(id, truth, figure, low, high, text)
+
+
+def skip(id: str) -> None:
+    """Shows what `reveal` has for this prediction, without a guess; nothing is scored."""
+    (_open.get(id) or Prediction(id, "")).skip()
+
+
+# --- which bug? ----------------------------------------------------------------------------------------------------
+class WhichBug(Prediction):
+    """Four causes, one is true. choose(key) does what Lock does; `right` says how it went (None before)."""
+
+    def __init__(self, bug: Bug):
+        self.bug = bug
+        super().__init__(bug.id, bug.question, "", [text for text, _ in bug.options.values()])
+
+    @property
+    def right(self) -> bool | None:
+        return None if self.state in ("open", "skipped") else self.guess == self.bug.options[self.bug.right][0]
+
+    def choose(self, key: str) -> None:
+        """Locks the option with this key: prompts_first, twice, …"""
+        if key not in self.bug.options:
+            raise KeyError(f"{key!r}: the options are {', '.join(self.bug.options)}")
+        self.lock(self.bug.options[key][0])
+
+    def _status(self) -> str:
+        true, why_true = self.bug.options[self.bug.right]
+        if self.state == "skipped":
+            return f"{true} {why_true}"
+        if self.guess is None:
+            return super()._status()
+        return f"{self.guess} {dict(self.bug.options.values())[self.guess]}" + (
+            "" if self.right else f"\n{true} {why_true}"
+        )
+
+    def _settle(self) -> None:
+        if not _showing() and self.state == "locked" and _first(self.id, "truth") is None:
+            _store(id=self.id, event="truth", truth=self.bug.options[self.bug.right][0])
+        super()._settle()
+
+
+def which_bug(id: str) -> WhichBug:
+    """The four causes of a "which bug?" exercise, to choose from. The first choice counts."""
+    return WhichBug(find(id, Bug))
