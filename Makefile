@@ -61,7 +61,7 @@ test-browser: setup
 	$(PYTEST) -m browser tests
 
 notebooks: $(INSTALLED)
-	$(BIN)/python -m minichunk.lab.build
+	$(BIN)/python tools/build_notebooks.py
 
 # For every platform and Python from 3.11 on, with the hashes of all files of a release. Left out: torch
 # (requirements-torch.txt) and what only its CUDA build needs.

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     help="A small, complete LLM inference engine: prompts and decodes together in mixed batches.",
@@ -37,7 +38,7 @@ def doctor():
     style = {"ok": "[green]ok [/]", "off": "[dim]–  [/]", "bad": "[red]bad[/]"}
     width = max(len(check.name) for check in found)
     for check in found:
-        console.print(f"{style[check.state]} {check.name:{width}}  ", end="")
+        console.print(f"{style[check.state]} {escape(check.name):{width}}  ", end="")
         console.print(check.found, style="red" if check.state == "bad" else None, markup=False, highlight=False)
         if check.fix:
             console.print(f"    {'':{width}}  → {check.fix}", markup=False, highlight=False)
