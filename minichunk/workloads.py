@@ -394,20 +394,20 @@ class ClosedLoop:
     def __init__(self, requests: Sequence[TraceRequest], users: int, think: float = 0.0, seed: int = 0):
         if users < 1 or think < 0:
             raise ValueError(f"users must be at least 1 and think at least 0, got {users} and {think}")
-        self._requests = list(requests)
-        self._thinking = np.random.default_rng(seed).exponential(1.0, len(self._requests)) * think
+        self.requests = list(requests)
+        self._thinking = np.random.default_rng(seed).exponential(1.0, len(self.requests)) * think
         self._users, self._next = users, 0
 
     def start(self) -> list[TraceRequest]:
         """The users' first requests, all at time 0."""
-        self._next = min(self._users, len(self._requests))
-        return [replace(r, arrival=0.0) for r in self._requests[: self._next]]
+        self._next = min(self._users, len(self.requests))
+        return [replace(r, arrival=0.0) for r in self.requests[: self._next]]
 
     def finished(self, now: float) -> TraceRequest | None:
         """An answer ended at `now`: that user's next request, None when there is none left."""
-        if self._next == len(self._requests):
+        if self._next == len(self.requests):
             return None
-        request = replace(self._requests[self._next], arrival=now + float(self._thinking[self._next]))
+        request = replace(self.requests[self._next], arrival=now + float(self._thinking[self._next]))
         self._next += 1
         return request
 
