@@ -179,7 +179,7 @@ def test_no_path_or_package_index_of_one_machine_is_tracked():
     machine = re.compile(
         r"""(?<![\w.~}$)])/(?:work|root|farm|home|Users)/\w"""  # a folder of somebody's machine
         r"""|(?:index-url|find-links)[= ]+["']?(?:https?|file):(?!//download\.pytorch\.org/)"""
-        r"""|file:///|https?://(?:pypi\.org|files\.pythonhosted\.org)"""
+        r"""|file:/{2}/|https?://(?:pypi\.org|files\.pythonhosted\.org)"""
     )
     found = []
     for file in tracked():
