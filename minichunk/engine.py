@@ -5,6 +5,7 @@ Request → Scheduler → [Chunk…] → pack, place → PackedBatch → ModelRu
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from minichunk import __version__, families
 from minichunk.attention import AttentionBackend, make_backend
 from minichunk.blocks import BlockError, BlockPool, num_blocks_needed
+from minichunk.graphs import make_buckets
 from minichunk.models import Loaded, load
 from minichunk.packing import PackedBatch, pack_tokens, place
 from minichunk.record import RequestRecord, Run, StepRecord
@@ -107,18 +109,9 @@ class Engine:
                 loaded.layers, block_size, dtype, device, gpu_memory, max_requests, max_model_len
             )
         self.runner = _make_runner(
-            loaded,
-            self.attention,
-            num_blocks,
-            block_size,
-            dtype,
-            device,
-            compile,
-            graphs,
-            max_requests,
-            budget,
-            max_model_len,
-        )
+            loaded, self.attention, num_blocks, block_size, dtype, device, compile, graphs, isinstance(model, (str, os.PathLike)),
+            make_buckets(max_requests, budget, num_blocks_needed(max_model_len, block_size)),
+        )  # fmt: skip
         _verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
         self.pool = pool if pool is not None else BlockPool(num_blocks, block_size, prefix_cache)
         self.scheduler = Scheduler(self.pool, policy, budget, chunk_size, max_requests, block_size)
@@ -477,7 +470,7 @@ class Engine:
             chunks=[(c.id, c.start, c.length, c.is_last, c.is_decode) for c in computed],
             admitted=plan.admitted, preempted=plan.preempted, finished=finished,
             used=self.num_blocks - pool.num_free, cached=cached, empty=pool.num_free - cached, wasted_slots=wasted,
-            hits=plan.hits, attention=self.attention.explain(), arrived=self._arrived, grown=plan.grown,
+            hits=plan.hits, attention=self.runner.explain_step(), arrived=self._arrived, grown=plan.grown,
             block_states=dict(getattr(pool, "given_up", {})),
             times=dict(zip(("plan", "pack", "forward", "sample", "commit"), (b - a for a, b in zip(marks, marks[1:])))),
         )  # fmt: skip
@@ -495,6 +488,11 @@ class Engine:
         self.scheduler.check()
 
     # --- life --------------------------------------------------------------------------------------------------------
+    def warmup(self, progress: bool = False) -> None:
+        """Captures every CUDA graph now; without it each is captured when it is first needed. Elsewhere: nothing to do."""
+        self._require_open()
+        self.runner.warmup(lambda buckets: tqdm(buckets, unit="graph", disable=not progress))
+
     def explain(self) -> str:
         """How steps run here, in words: attention kernels, compiled layers, graphs."""
         return f"{self.runner.explain()}; attention: {self.attention.explain()}"
@@ -583,13 +581,16 @@ def _no_room(wanted: int, room: int, device: torch.device) -> str:
     )
 
 
-def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, max_requests, budget, max_model_len) -> ModelRunner:  # fmt: skip
+def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, own_weights, buckets) -> ModelRunner:  # fmt: skip
     for name, value in dict(compile=compile, graphs=graphs).items():
         if value not in ("auto", "off"):
             raise ValueError(f"{name} must be auto or off, got {value!r}")
-    wanted = (num_blocks + 1) * block_bytes(loaded.layers, block_size, dtype)
+    wanted, cuda = (num_blocks + 1) * block_bytes(loaded.layers, block_size, dtype), device.type == "cuda"
     try:
-        return ModelRunner(loaded.model, loaded.layers, attention, num_blocks, block_size)
+        return ModelRunner(
+            loaded.model, loaded.layers, attention, num_blocks, block_size,
+            compile=cuda and compile == "auto", merge=own_weights, buckets=buckets if cuda and graphs == "auto" else None,
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
             room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -6,11 +6,15 @@ The model sees one row [1, T] of tokens from many requests with their own positi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from minichunk import families
+from minichunk import compiled, families
 from minichunk.attention import AttentionBackend, LayerSpec, StepMeta
+from minichunk.graphs import Arrays, Bucket, Graphs
 from minichunk.packing import PackedBatch
 from minichunk.request import Chunk, Request
 
@@ -20,25 +24,130 @@ def block_bytes(layers: list[LayerSpec], block_size: int, dtype: torch.dtype) ->
     return sum(block_size * s.num_kv_heads * (s.head_dim + s.value_dim) * dtype.itemsize for s in layers)
 
 
+@dataclass(slots=True)
+class Step:
+    """The step that is running, as the layers see it."""
+
+    meta: StepMeta | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Layer:
+    """One attention layer: its backend, its blocks [blocks, block_size, kv_heads, d], and the running step."""
+
+    backend: AttentionBackend
+    spec: LayerSpec
+    key_cache: Tensor
+    value_cache: Tensor
+    step: Step = field(repr=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Stores key and value [T, kv_heads, d]; query [T, H, d] → [T, H, value_dim]."""
+        meta = self.step.meta
+        self.backend.append_kv(key, value, self.key_cache, self.value_cache, meta)
+        return self.backend.attend(query, self.key_cache, self.value_cache, meta, self.spec, sinks)
+
+
 class ModelRunner:
-    """Runs the batches of one engine. The spare block, the last, takes the writes of padding rows; it is in no table."""
+    """Runs the batches of one engine. The spare block, the last, takes the writes of padding rows; it is in no table.
 
-    mode = "eager"
+    compile: run the decoder layers through torch.compile, on a twin of `model`; a callable is its backend. merge: join q, k, v and gate, up into one
+        product each; only for weights that are nobody else's, since the parameters move.
+    buckets: (decodes, mixed) of the CUDA graphs, or None for no graphs. Graphs need a backend that is `graph_safe`.
+    What cannot be done is left out, and `explain` says why.
+    """
 
-    def explain(self) -> str:
-        return "every step launches its kernels one by one (eager)"
-
-    def __init__(self, model, layers: list[LayerSpec], backend: AttentionBackend, num_blocks: int, block_size: int):
+    def __init__(
+        self, model, layers: list[LayerSpec], backend: AttentionBackend, num_blocks: int, block_size: int, *,
+        compile: bool | Callable = False, merge: bool = False, buckets: tuple[list[Bucket], list[Bucket]] | None = None,
+    ):  # fmt: skip
         parameter = next(model.parameters())
-        self.model, self.layers, self.backend = model, layers, backend
+        self.model, self.backend = model, backend
         self.device, self.dtype = parameter.device, parameter.dtype
         self.num_blocks, self.block_size = num_blocks, block_size
         backend.check(layers, block_size, self.dtype, self.device)
-        new = lambda heads, dim: torch.zeros(
-            num_blocks + 1, block_size, heads, dim, dtype=self.dtype, device=self.device
-        )  # noqa: E731
-        self.kv = [(new(s.num_kv_heads, s.head_dim), new(s.num_kv_heads, s.value_dim)) for s in layers]
+        self._step = Step()
+        self.layers = [Layer(backend, spec, *self._new_cache(spec), self._step) for spec in layers]
+        self.notes: list[str] = []
+        self.graphs: Graphs | None = None
+        if buckets is None:
+            self.notes.append("graphs off")
+        elif not getattr(backend, "graph_safe", False):
+            self.notes.append(f"no graphs: what {backend.name} attention launches depends on more than the bucket")
+        else:
+            self.graphs = self._make_graphs(buckets)
+        self.compiled = bool(compile) and self._compile(None if compile is True else compile, merge)
+        if not compile:
+            self.notes.append("compile off")
 
+    def _new_cache(self, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        new = lambda dim: torch.zeros(  # noqa: E731
+            self.num_blocks + 1, self.block_size, spec.num_kv_heads, dim, dtype=self.dtype, device=self.device
+        )
+        return new(spec.head_dim), new(spec.value_dim)
+
+    @property
+    def kv(self) -> list[tuple[Tensor, Tensor]]:
+        """(keys, values) of each layer, [num_blocks + 1, block_size, kv_heads, d]."""
+        return [(layer.key_cache, layer.value_cache) for layer in self.layers]
+
+    # --- how steps run ---------------------------------------------------------------------------------------------------
+    def _compile(self, compiler: Callable | None, merge: bool) -> bool:
+        """Compiles the layers and tries them on a short batch; on failure they stay as they are, and a note says so."""
+        plain = self.model
+        try:
+            self.model = families.twin(plain)
+            if merge:
+                groups = compiled.merge_projections(self.model)
+                self.notes.append(f"{groups} groups of projections merged")
+            compiled.compile_layers(self.model, self.kv, compiler)
+            compiled.homes.update({layer.key_cache.data_ptr(): layer for layer in self.layers})
+            chunk_logits(self, [[1] * 16], [[(0, 0, min(16, self.num_blocks * self.block_size))]])
+            return True
+        except compiled.failures() as error:
+            self.model = plain
+            if self.graphs:
+                self.graphs.captured.clear()
+            self.notes.append(f"layers not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return False
+
+    def _make_graphs(self, buckets: tuple[list[Bucket], list[Bucket]]) -> Graphs:
+        vocab = self.model.get_output_embeddings().weight.shape[0]
+        most = max(bucket.seqs for bucket in [*buckets[0], *buckets[1]])
+        logits = torch.zeros(most, vocab, dtype=torch.float32, device=self.device)
+        return Graphs(
+            buckets, self._forward, self.backend.explain, logits, self.num_blocks * self.block_size, self.block_size
+        )
+
+    @property
+    def mode(self) -> str:
+        """graph, compiled or eager."""
+        return "graph" if self.graphs else "compiled" if self.compiled else "eager"
+
+    def explain(self) -> str:
+        layers = "compiled layers" if self.compiled else "layers as transformers wrote them"
+        if self.graphs:
+            sizes = [" ".join(str(b.tokens) for b in group) for group in (self.graphs.decodes, self.graphs.mixed)]
+            how = (f"a step is one CUDA graph of {layers} (decodes by {sizes[0]}, mixed batches by {sizes[1]} tokens; "
+                   f"{len(self.graphs.captured)} captured so far)")  # fmt: skip
+        else:
+            how = f"every step launches its kernels one by one, {layers}"
+        return "; ".join([how, *self.notes])
+
+    def explain_step(self) -> str:
+        """One line on the last step: the graph that ran, or the attention backend's own words."""
+        last = self.graphs.last if self.graphs else None
+        return self.graphs.captured[last].explanation if last else self.backend.explain()
+
+    @torch.inference_mode()
+    def warmup(self, progress: Callable[[Iterable], Iterable] = iter) -> None:
+        """Captures every graph now, so that no step has to. progress: wraps the list of buckets (tqdm will do)."""
+        if self.graphs:
+            for bucket in progress(self.graphs.all_buckets()):
+                self.graphs.run(bucket, None)
+            torch.cuda.synchronize()
+
+    # --- one step ----------------------------------------------------------------------------------------------------------
     def check_ranges(self, batch: PackedBatch) -> None:
         """Raises ValueError when a block or slot lies outside the pool."""
         if batch.block_tables.size and not (
@@ -54,22 +163,35 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> Tensor:
-        """Computes the batch, writes its keys and values; returns float32 logits [n, V] of the batch's logits_rows."""
+        """Computes the batch, writes its keys and values; returns float32 logits [n, V] of the batch's logits_rows,
+        valid until the next run."""
+        bucket = self.graphs.find(batch) if self.graphs else None
+        if bucket:
+            return self.graphs.run(bucket, batch)[: len(batch.logits_rows)]
+        if self.graphs:
+            self.graphs.last = None
         meta = StepMeta.of(batch, self.device)
-        self.backend.plan(meta)
-
-        def attention(module, query, key, value, *, sinks=None, **_):
-            # query [1, H, T, d] → [T, H, d]; keys and values likewise.
-            layer = module.layer_idx
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            self.backend.append_kv(k, v, *self.kv[layer], meta)
-            return self.backend.attend(q, *self.kv[layer], meta, self.layers[layer], sinks)[None]
-
         put = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
-        logits = families.forward_packed(
-            self.model, put(batch.token_ids), put(batch.positions), put(batch.logits_rows), attention
+        arrays = Arrays(
+            put(batch.token_ids), put(batch.positions), meta.slot_mapping, put(batch.logits_rows), meta.cu_seqlens_q,
+            meta.seq_lens_k, meta.block_tables,
+        )  # fmt: skip
+        return self._forward(arrays, meta).float()
+
+    def _forward(self, arrays: Arrays, meta: StepMeta) -> Tensor:
+        """Logits [rows, V] in the model's dtype."""
+        self._step.meta = meta
+        self.backend.plan(meta)
+        return families.forward_packed(
+            self.model, arrays.token_ids, arrays.positions, arrays.logits_rows, self._attention
         )
-        return logits.float()
+
+    def _attention(
+        self, module, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **_
+    ) -> Tensor:
+        """What an eager layer calls (families.py): query [1, H, T, d] → [1, T, H, value_dim]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.layers[module.layer_idx].attend(q, k, v, sinks)[None]
 
 
 def chunk_logits(runner: ModelRunner, sequences: list[list[int]], steps: list[list[tuple[int, int, int]]]) -> Tensor:
@@ -77,9 +199,11 @@ def chunk_logits(runner: ModelRunner, sequences: list[list[int]], steps: list[li
     descending order, so that a table whose order is not respected shows."""
     free, tables, rows = list(range(runner.num_blocks)), [[] for _ in sequences], []
     for step in steps:
-        chunks = [Chunk(Request(i, sequences[i], start + length), start, length, True, False) for i, start, length in step]
+        chunks = [
+            Chunk(Request(i, sequences[i], start + length), start, length, True, False) for i, start, length in step
+        ]
         for chunk in chunks:
             while len(tables[chunk.id]) * runner.block_size < chunk.end:
                 tables[chunk.id].append(free.pop())
-        rows.append(runner.run(PackedBatch.build(chunks, [tables[c.id] for c in chunks], runner.block_size)))
+        rows.append(runner.run(PackedBatch.build(chunks, [tables[c.id] for c in chunks], runner.block_size)).clone())
     return torch.cat(rows)
