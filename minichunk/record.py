@@ -60,6 +60,12 @@ class StepRecord:
         return sum(c[2] for c in self.chunks)
 
     @property
+    def aborted(self) -> list:
+        """Those of `finished` that left before this step ran: they have no chunk in it."""
+        ran = {c[0] for c in self.chunks}
+        return [id for id in self.finished if id not in ran]
+
+    @property
     def num_decodes(self) -> int:
         return sum(c[4] for c in self.chunks)
 
@@ -184,24 +190,26 @@ class Run:
     def tables_at(self, index: int) -> dict[Any, list[int]]:
         """{id: block ids} of every running request while step `index` ran (before its finished ones left)."""
         tables: dict[Any, list[int]] = {}
-        for step in self.steps[: index + 1]:
-            if step.index > 0:
-                for done in self.steps[step.index - 1].finished:
-                    tables.pop(done, None)
-            for gone in step.preempted:
+        for i, step in enumerate(self.steps[: index + 1]):
+            for gone in (*step.aborted, *step.preempted):
                 tables.pop(gone, None)
             for id, blocks in step.grown.items():
                 tables.setdefault(id, []).extend(blocks)
+            if i < index:
+                for done in step.finished:
+                    tables.pop(done, None)
         return tables
 
     def pool_at(self, index: int) -> list[str | list]:
         """State of each block while step `index` ran: "empty", "cached", or the list of ids whose tables hold it."""
         state: list = ["empty"] * self.meta["num_blocks"]
-        for step in self.steps[:index]:
+        for step in self.steps[: index + 1]:
             for block in (b for blocks in step.grown.values() for b in blocks):
                 state[block] = "used"
             for block, what in step.block_states.items():
                 state[block] = what
+        # What step `index` gave up when requests finished is still theirs here; what it took from preempted or aborted
+        # ones is not.
         owners: dict[int, list] = {}
         for id, blocks in self.tables_at(index).items():
             for block in blocks:
@@ -212,11 +220,10 @@ class Run:
         """{"waiting": ids, "running": ids} as step `index` ran: after its admissions and preemptions."""
         waiting, running = [], []
         for i, step in enumerate(self.steps[: index + 1]):
-            if i:
-                gone = set(self.steps[i - 1].finished)
-                running = [r for r in running if r not in gone]
-                waiting = [r for r in waiting if r not in gone]
             waiting += step.arrived
+            gone = {*step.aborted, *(self.steps[i - 1].finished if i else ())}
+            running = [r for r in running if r not in gone]
+            waiting = [r for r in waiting if r not in gone]
             for id in step.preempted:
                 running.remove(id)
                 waiting.insert(0, id)
