@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minichunk.request import Request, TokenLogprobs
@@ -38,10 +39,10 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
 
     A row that holds no finite maximum (NaN, or nothing but -inf) gives None: that request alone has failed.
     """
-    chosen = choose(logits, requests)
-    best = logits.max(dim=-1).values  # NaN anywhere in a row makes its maximum NaN
-    tokens, fine = torch.stack([chosen, torch.isfinite(best).long()]).tolist()
-    tokens = [token if ok else None for token, ok in zip(tokens, fine)]
+    best, greedy = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
+    chosen = choose(logits, requests, greedy)
+    # All of this is queued behind the forward; the one wait of a step is here.
+    tokens = [t if t >= 0 else None for t in torch.where(torch.isfinite(best), chosen, -1).tolist()]
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for i, request in enumerate(requests):
         if request.params.logprobs is not None and tokens[i] is not None:
@@ -53,18 +54,30 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
     return tokens, logprobs
 
 
-def choose(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """int64 [n]: the chosen token of each row. Does not change `logits`."""
+def choose(logits: Tensor, requests: Sequence[Request], greedy: Tensor | None = None) -> Tensor:
+    """int64 [n]: the chosen token of each row. greedy: the rows' argmax where it is known. Does not change `logits`."""
     params = [r.params for r in requests]
     if any(p.repetition_penalty != 1 for p in params):
-        logits = _penalised(logits, requests)
-    greedy = logits.argmax(dim=-1)
+        logits, greedy = _penalised(logits, requests), None
+    chosen = logits.argmax(dim=-1) if greedy is None else greedy
     drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    if drawn:
-        u = [uniform(requests[i].seed, len(requests[i].token_ids) - requests[i].num_prompt_tokens) for i in drawn]
-        rows = torch.tensor(drawn, device=logits.device)
-        greedy[rows] = _draw(logits[rows], [params[i] for i in drawn], u)
-    return greedy
+    for draw, rows in (
+        (_draw, [i for i in drawn if not params[i].top_k and params[i].top_p == 1]),
+        (_draw_likely, [i for i in drawn if params[i].top_k or params[i].top_p < 1]),
+    ):
+        if rows:
+            u = [uniform(requests[i].seed, len(requests[i].token_ids) - requests[i].num_prompt_tokens) for i in rows]
+            if len(rows) == len(params):
+                return draw(logits, params, u)
+            index = _put(rows, torch.int64, logits.device)
+            chosen = chosen.index_copy(0, index, draw(logits[index], [params[i] for i in rows], u))
+    return chosen
+
+
+def _put(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """values on the device, without waiting for what is queued there (a copy from pageable memory would)."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _penalised(logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -78,10 +91,39 @@ def _penalised(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits
 
 
+BLOCK = 128  # tokens whose weights are summed first
+
+
 def _draw(logits: Tensor, params: Sequence, u: list[float]) -> Tensor:
-    """Inverse of the cumulative distribution at u, in float64, over tokens from likely to unlikely. int64 [n]."""
+    """Inverse of the cumulative distribution at u, over all tokens in the order of their ids. int64 [n].
+
+    In two steps, first a block of tokens and then the token in it, so that nothing as wide as the vocabulary is added
+    up in float64 or sorted.
+    """
+    rows, vocab = logits.shape
+    temperature, point = _put([[[p.temperature] for p in params], [[x] for x in u]], torch.float64, logits.device)
+    weights = (logits / temperature.float()).softmax(-1)
+    weights = F.pad(weights, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+    block, rest = _invert(weights.sum(-1, dtype=torch.float64), point, scaled=True)
+    inside = weights[torch.arange(rows, device=logits.device), block[:, 0]].double()
+    token, _ = _invert(inside, rest, scaled=False)
+    return (block * BLOCK + token).clamp(max=vocab - 1)[:, 0]
+
+
+def _invert(weights: Tensor, point: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
+    """weights float64 [n, m], point [n, 1] → the first place whose running sum is above point, and how far point lies
+    above the sum before it. scaled: point is a share of the whole. A place of weight 0 is never found."""
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    point = torch.minimum(point * total if scaled else point, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(sums, point, right=True).clamp(max=weights.shape[1] - 1)  # NaN finds no place
+    return place, (point - (sums - weights).gather(-1, place)).clamp(min=0)
+
+
+def _draw_likely(logits: Tensor, params: Sequence, u: list[float]) -> Tensor:
+    """As _draw, for rows with top-k or top-p: in float64 over the kept tokens, from likely to unlikely. int64 [n]."""
     device = logits.device
-    column = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device)[:, None]  # noqa: E731
+    column = lambda values, dtype: _put(values, dtype, device)[:, None]  # noqa: E731
     ranked, order = torch.sort(
         logits.double() / column([p.temperature for p in params], torch.float64), dim=-1, descending=True, stable=True
     )
