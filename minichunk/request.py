@@ -36,20 +36,26 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: int | tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ids = (self.stop_token_ids,) if isinstance(self.stop_token_ids, int) else tuple(self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        for id in ids:
+            _require_int("each of stop_token_ids", id, 0)
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("top_k", self.top_k, 0)
         if self.seed is not None:
             _require_int("seed", self.seed, 0)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0)
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from token_memory import EOS, VOCAB, expected, memory_engine, newest_first, random_legal
