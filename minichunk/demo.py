@@ -190,6 +190,10 @@ def main(
         text = completion.text if completion.error is None else f"failed: {completion.error}"
         console.print((text or str(completion.token_ids)).strip(), markup=False, highlight=False)
     console.print()
+    if model == "smollm2":
+        console.print(
+            "(135 million parameters answer like that. What counts here: who shared a step with whom.)", style="dim"
+        )
     console.print(figures(outcome.run))
     console.print(f"The run is saved in {saved}", markup=False, highlight=False)
     if as_json_only:
