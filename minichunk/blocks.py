@@ -15,6 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from minichunk.request import Request
 
 
@@ -30,11 +32,12 @@ def num_blocks_needed(num_tokens: int, block_size: int) -> int:
 class BlockTable:
     """One request's logical → physical map."""
 
-    __slots__ = ("block_ids", "block_size")
+    __slots__ = ("block_ids", "block_size", "_array", "_source", "_known")
 
     def __init__(self, block_size: int, block_ids: list[int] | None = None):
         self.block_size = block_size
         self.block_ids: list[int] = list(block_ids or [])
+        self._array, self._source, self._known = np.zeros(16, np.int32), self.block_ids, 0
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -42,6 +45,18 @@ class BlockTable:
     def slot(self, position: int) -> int:
         """Where the token at `position` lives."""
         return self.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def as_array(self, count: int) -> np.ndarray:
+        """The first `count` block ids, int32; not to be kept or changed. A table grows at its end, so only what is new
+        since the last call is converted."""
+        if self._source is not self.block_ids or self._known > len(self.block_ids):  # put back, or emptied
+            self._source, self._known = self.block_ids, 0
+        if self._known < count:
+            if count > len(self._array):
+                self._array = np.concatenate([self._array[: self._known], np.zeros(2 * count - self._known, np.int32)])
+            self._array[self._known : count] = self.block_ids[self._known : count]
+            self._known = count
+        return self._array[:count]
 
     @property
     def slot_map(self) -> Mapping[int, int]:

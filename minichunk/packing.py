@@ -55,6 +55,34 @@ def place(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple:
     return block_tables, slot_mapping
 
 
+_place = place  # under a name that PackedBatch.build's argument does not hide
+
+
+def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple[np.ndarray, ...]:
+    """What `pack_tokens` and `place` say, in PackedBatch's order and dtypes, without a loop over tokens."""
+    count = len(chunks)
+    starts = np.fromiter([c.start for c in chunks], np.int64, count)
+    lengths = np.fromiter([c.length for c in chunks], np.int64, count)
+    ends = starts + lengths
+    cu_seqlens_q = np.zeros(count + 1, np.int64)
+    np.cumsum(lengths, out=cu_seqlens_q[1:])
+    num_blocks = (-(-ends // block_size)).tolist()
+    block_tables = np.zeros((count, max(num_blocks, default=0)), np.int32)
+    for row, table, used in zip(block_tables, tables, num_blocks):
+        row[:used] = table.as_array(used) if hasattr(table, "as_array") else table[:used]
+    if cu_seqlens_q[-1] == count:  # one token each: decodes
+        token_ids = np.fromiter([c.request.token_ids[c.start] for c in chunks], np.int64, count)
+        seqs, positions = np.arange(count), starts
+    else:
+        token_ids = np.array([token for c in chunks for token in c.token_ids], np.int64)
+        seqs = np.repeat(np.arange(count), lengths)
+        positions = np.arange(len(seqs)) + (starts - cu_seqlens_q[:-1])[seqs]
+    slots = block_tables[seqs, positions // block_size] * np.int64(block_size) + positions % block_size
+    is_last = np.fromiter([c.is_last for c in chunks], bool, count)
+    logits_rows = cu_seqlens_q[1:][is_last] - 1
+    return token_ids, positions, cu_seqlens_q.astype(np.int32), ends.astype(np.int32), logits_rows, block_tables, slots
+
+
 @dataclass(eq=False, slots=True)
 class PackedBatch:
     """The batch of one step as numpy arrays; T packed tokens, S sequences.
@@ -82,7 +110,12 @@ class PackedBatch:
         pack: Callable = pack_tokens,
         place: Callable = place,
     ) -> PackedBatch:
-        """Packs and places; refuses arrays whose lengths or ranges cannot be a batch of these chunks (ValueError)."""
+        """Packs and places; refuses arrays whose lengths or ranges cannot be a batch of these chunks (ValueError).
+
+        Without a learner's own parts the same integers come from `_arrays`, a whole array at a time.
+        """
+        if pack is pack_tokens and place is _place:
+            return cls(list(chunks), block_size, *_arrays(chunks, tables, block_size))
         token_ids, positions, cu_seqlens_q, seq_lens_k, logits_rows = pack(chunks)
         block_tables, slot_mapping = place(chunks, tables, block_size)
         batch = cls(

@@ -68,11 +68,9 @@ class Policy:
         self, running: Sequence[RequestView], waiting: Sequence[RequestView], budget: int, chunk_size: int | None
     ) -> list[tuple[RequestView, int]]:
         """Each chunk gets min(what it needs, chunk_size, budget left), phase by phase, in arrival order."""
-        phases = {
-            "decodes": [r for r in running if r.is_decode],
-            "unfinished": [r for r in running if not r.is_decode],
-            "waiting": waiting,
-        }
+        phases: dict[str, Sequence[RequestView]] = {"decodes": [], "unfinished": [], "waiting": waiting}
+        for request in running:
+            phases["decodes" if request.is_decode else "unfinished"].append(request)
         left = budget
         prompt_left = budget if self.prompt_share is None else max(1, int(self.prompt_share * budget))
         plan = []
@@ -80,9 +78,9 @@ class Policy:
             if phase == "decodes" and self.prompts_alone and plan:
                 break
             for request in phases[phase]:
-                room = left if phase == "decodes" else min(left, prompt_left)
-                length = min(request.num_left, chunk_size or request.num_left, room)
-                if length == 0 or (length < request.num_left and not self.may_cut):
+                room, wanted = left if phase == "decodes" else min(left, prompt_left), request.num_left
+                length = min(wanted, chunk_size or wanted, room)
+                if length == 0 or (length < wanted and not self.may_cut):
                     break  # the first that does not fit ends the phase: nobody overtakes
                 plan.append((request, length))
                 left -= length
@@ -264,17 +262,17 @@ class Scheduler:
 
     def _grow(self, request: Request, length: int, plan: StepPlan) -> None:
         """Takes the chunk's blocks, preempting the newest running requests until they are there."""
-        before = len(request.table)
-        while True:
+        before, end = len(request.table), request.num_computed + length
+        while num_blocks_needed(end, self.block_size) > before:
             try:
-                self.pool.grow(request.table, request.num_computed + length)
+                self.pool.grow(request.table, end)
                 break
             except OutOfBlocks:
                 victim = self.running[-1]
                 self._preempt(victim, plan)
                 if victim is request:
                     return
-        if len(request.table) > before:
+        if num_blocks_needed(end, self.block_size) > before:
             plan.grown.setdefault(request.id, []).extend(request.table.block_ids[before:])
         plan.chunks.append(Chunk.of(request, length))
 
