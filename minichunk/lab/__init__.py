@@ -7,7 +7,7 @@ import importlib
 
 _HOME = {
     "exercises": ["WrongAnswer", "broken", "check", "exercise", "solved"],
-    "predictions": ["predict", "reveal", "score", "skip", "which_bug"],
+    "predictions": ["lock", "predict", "reveal", "score", "skip", "which_bug"],
     "scenes": ["QUESTIONS", "document", "engine", "pieces", "rush_hour", "same_answers", "step_sweep"],
     "controls": ["budget_selector", "steps_table"],
     "views": ["budget_latency", "stalls", "step_strip", "timeline", "ttft_tbt"],

@@ -105,6 +105,8 @@ class Prediction(Panel):
     lock(guess) and skip() do what the buttons do.
     """
 
+    heading = "Predict"
+
     def __init__(self, id: str, question: str, unit: str = "", options: Sequence[str] = ()):
         self.id, self.question, self.unit, self.options = id, question, unit, tuple(options)
         before = _standing(id)
@@ -145,21 +147,24 @@ class Prediction(Panel):
     def __str__(self) -> str:
         unit = f" [{self.unit}]" if self.unit else ""
         options = "".join(f"\n    ○ {option}" for option in self.options)
-        return f"Predict {self.id}: {self.question}{unit}{options}\n{self._status()}"
+        return f"{self.heading} {self.id}: {self.question}{unit}{options}\n{self._status()}"
 
     def _status(self) -> str:
         said = f"{self.guess:g} {self.unit}".strip() if isinstance(self.guess, float | int) else self.guess
         return {
-            "open": f'Not locked yet. Lock your answer (or lab.predict("{self.id}", …).lock(answer)).',
+            "open": f"Not locked yet. Lock your answer (without buttons: {self._by_hand()}).",
             "locked": f"Locked: {said}.",
             "late": f"Locked after seeing: {said}. It is kept, and not scored.",
             "skipped": "Skipped. You can still lock an answer; it is kept as after seeing.",
         }[self.state]
 
+    def _by_hand(self) -> str:
+        return f'lab.lock("{self.id}", answer)'
+
     def _widgets(self):
         import ipywidgets as w
 
-        label = f"<b>Predict.</b> {html.escape(self.question)}"
+        label = f"<span style='font-size:14px'><b>{self.heading}.</b> {html.escape(self.question)}</span>"
         if self.options:
             self.field = w.RadioButtons(options=self.options, value=None, layout=w.Layout(width="auto"))
         else:
@@ -277,6 +282,14 @@ def reveal(id: str, truth: Any, figure: Any = None, text: str = "") -> Reveal:
     return Reveal(id, truth, figure, low, high, text)
 
 
+def lock(id: str, guess: Guess) -> Prediction:
+    """Locks the answer to a prediction of this notebook, as its button does. KeyError where it was not asked yet."""
+    if id not in _open:
+        raise KeyError(f"prediction {id!r} was not asked in this kernel yet: run its cell first")
+    _open[id].lock(guess)
+    return _open[id]
+
+
 def skip(id: str) -> None:
     """Shows what `reveal` has for this prediction, without a guess; nothing is scored."""
     (_open.get(id) or Prediction(id, "")).skip()
@@ -285,6 +298,8 @@ def skip(id: str) -> None:
 # --- which bug? ----------------------------------------------------------------------------------------------------
 class WhichBug(Prediction):
     """Four causes, one is true. choose(key) does what Lock does; `right` says how it went (None before)."""
+
+    heading = "Which bug?"
 
     def __init__(self, bug: Bug):
         self.bug = bug
@@ -299,6 +314,9 @@ class WhichBug(Prediction):
         if key not in self.bug.options:
             raise KeyError(f"{key!r}: the options are {', '.join(self.bug.options)}")
         self.lock(self.bug.options[key][0])
+
+    def _by_hand(self) -> str:
+        return f'lab.which_bug("{self.id}").choose(one of {", ".join(self.bug.options)})'
 
     def _status(self) -> str:
         true, why_true = self.bug.options[self.bug.right]

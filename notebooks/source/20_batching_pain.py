@@ -100,25 +100,19 @@ def continuous_steps(out_lens, slots):
 
 # %%
 continuous_steps = lab.exercise("20.1", continuous_steps)
-continuous = serve("prefill_first")
+continuous = serve("whole_prompt")  # decodes go on, and a whole prompt enters as soon as a slot is free
 print(f"counted {continuous_steps(OUT_LENS, 4)} steps, the engine took {len(continuous.steps)}")
 
-# %% [markdown]
-"""
-If the engine took a few more, look at the picture: this policy runs new prompts in a step of their own, and those who
-are in the middle of an answer sit that step out. Hold that thought; it is the rest of this notebook.
-"""
-
 # %%
-lab.reveal("20a", continuous_steps(OUT_LENS, 4), lab.step_strip(continuous), text="Counted; the picture is the engine's.")
+lab.reveal("20a", continuous_steps(OUT_LENS, 4), lab.step_strip(continuous))
 
 # %% [markdown]
 """
 ## One long prompt
 
-Now the rush hour of notebook 00: six people read their answers when a document of 571 tokens comes in. The policy
-`prefill_first` serves a new prompt at once, whole, and alone in its step. Many engines worked like this for years. It
-sounds fair: the newcomer has waited, after all.
+The prompts were short so far. Now the rush hour of notebook 00: six people read their answers when a document of 571
+tokens comes in. The policy `prefill_first` serves a new prompt at once, whole, and alone in its step; vLLM did so for
+years. It sounds fair: the newcomer should not have to wait.
 """
 
 # %%
@@ -145,8 +139,9 @@ lab.reveal("20c", mean(frozen.tbts) / usual, lab.ttft_tbt(frozen))
 
 # %% [markdown]
 """
-The mean barely moves. Each reader got 23 pauses, and 22 of them were fine; the mean spreads the bad one over all.
-But people do not feel a mean. They feel the moment at which the text stops. So engines are judged by the tail:
+Each reader got 23 pauses, and 22 of them were fine. The mean spreads the bad one over all of them; in an answer ten
+times as long it would hide ten times as well. But people do not feel a mean. They feel the moment at which the text
+stops. So engines are judged by the tail:
 
 - **P99**: 99 of 100 pauses are shorter;
 - a **stall**: a pause longer than what was promised, the *service level objective* (SLO).
@@ -223,8 +218,8 @@ lab.scrub(frozen)
 """
 ## Would riding along help?
 
-Perhaps the fault is that the readers sat the step out. `whole_prompt` lets them ride along: the document is still
-computed whole, in one step, but everybody who reads has a token in it.
+Perhaps the fault is that the readers had to sit the step out. `whole_prompt`, which you used above, lets them ride along:
+the document is still computed whole, in one step, but everybody who reads has a token in it.
 """
 
 # %%

@@ -52,10 +52,14 @@ def problem(running, waiting, budget, chunk_size, plan) -> tuple[str, str, str] 
     """(key, the rule that failed, first difference) of a plan, or None when it keeps all the rules."""
     live = {r.id: r for r in [*running, *waiting]}
     given: dict[Any, int] = {}
+    rule = "plan_step returns a list of (request, length) pairs."
+    if not isinstance(plan, list | tuple):
+        return "unknown", rule, f"got {plan!r}"
     try:
         pairs = [(getattr(request, "id", request), length) for request, length in plan]
-    except TypeError:
-        return "unknown", "plan_step returns a list of (request, length) pairs.", f"got {plan!r}"
+        hash(tuple(id for id, _ in pairs))
+    except (TypeError, ValueError):
+        return "unknown", rule, f"got {plan!r}"
     for n, (id, length) in enumerate(pairs):
         where = f"pair {n}, ({id}, {length!r})"
         if id not in live:

@@ -1,0 +1,427 @@
+"""The lab's machinery: exercises and their three states, the watchdog, predictions, copies, commands."""
+
+import json
+import threading
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from minichunk import lab
+from minichunk.lab import checks, command, controls, copies, exercises, predictions
+from minichunk.lab.watchdog import Raised, TooSlow, limited
+from toyrun import toy_run
+
+
+@pytest.fixture(autouse=True)
+def my(tmp_path, monkeypatch):
+    """A learner's folder of its own for every test, and a kernel without a past."""
+    monkeypatch.setenv("MINICHUNK_MY", str(tmp_path / "my"))
+    for name in ("MINICHUNK_REVEAL", "MINICHUNK_REQUIRE_SOLVED"):
+        monkeypatch.delenv(name, raising=False)
+    exercises._passed.clear()
+    predictions._open.clear()
+    predictions._waiting.clear()
+    return tmp_path / "my"
+
+
+# --- exercises -----------------------------------------------------------------------------------------------------
+def right(chunks):
+    kinds = [start >= prompt for _id, prompt, start, _length in chunks]
+    return len(set(kinds)) == 2
+
+
+def unfinished(chunks):
+    raise NotImplementedError("00.1")
+
+
+def test_import_of_the_lab_needs_neither_plotly_nor_widgets(run_python):
+    code = "import sys, minichunk.lab; print([m for m in ('plotly', 'ipywidgets', 'anywidget', 'torch') if m in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    for name in lab.__all__:
+        assert getattr(lab, name) is not None
+    with pytest.raises(AttributeError, match="no 'excercise'"):
+        lab.excercise
+
+
+def test_passed_goes_on_and_is_kept(my, capsys):
+    assert lab.exercise("00.1", right) is right
+    assert exercises.code_of(right) == "YOUR"
+    assert "00.1 passed" in capsys.readouterr().out
+    assert (my / "solved" / "00.1.py").read_text().startswith("def right(chunks):")
+
+
+def test_not_started_uses_the_reference(my, capsys):
+    used = lab.exercise("00.1", unfinished)
+    assert used is checks.find("00.1", checks.Exercise).reference and exercises.code_of(used) == "REFERENCE"
+    assert "not started" in capsys.readouterr().out
+    assert not (my / "solved").exists()
+
+
+def test_not_started_is_an_error_where_solutions_are_required(monkeypatch):
+    monkeypatch.setenv("MINICHUNK_REQUIRE_SOLVED", "1")
+    with pytest.raises(lab.WrongAnswer, match="not started"):
+        lab.exercise("00.1", unfinished)
+
+
+def test_wrong_stops_the_cell_with_the_explanation_alone():
+    """As IPython shows it: no traceback, and the cell has failed."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell()
+    with capture_output() as shown:
+        outcome = shell.run_cell('from minichunk import lab\nlab.exercise("00.1", lambda chunks: True)')
+    assert isinstance(outcome.error_in_exec, lab.WrongAnswer) and not outcome.success
+    said = shown.stdout + shown.stderr
+    assert "00.1 is_mixed is not right yet" in said and "Likely cause" in said
+    assert "Traceback" not in said and "File " not in said
+
+
+def test_wrong_after_passed_is_not_yours_any_more():
+    lab.exercise("00.1", right)
+    with pytest.raises(lab.WrongAnswer):
+        lab.exercise("00.1", lambda chunks: True)
+    assert exercises.code_of(right) is None
+
+
+def test_an_error_in_the_learners_code_names_its_line():
+    def is_mixed(chunks):
+        return chunks[0].stat >= 0
+
+    result = lab.check("00.1", is_mixed)
+    assert (result.ok, result.key) == (False, "raised")
+    assert "AttributeError" in result.message and "return chunks[0].stat >= 0" in result.message
+    assert "Piece(id='A'" in result.message
+
+
+def test_solved_loads_what_was_kept_and_checks_it_again(my, capsys):
+    (my / "solved").mkdir(parents=True)
+    kept = my / "solved" / "00.1.py"
+    kept.write_text("def is_mixed(chunks):\n    return len({c.start >= c.num_prompt_tokens for c in chunks}) == 2\n")
+    assert exercises.code_of(lab.solved("00.1")) == "YOUR"
+    kept.write_text("def is_mixed(chunks):\n    return True\n")
+    assert exercises.code_of(lab.solved("00.1")) == "REFERENCE"
+    assert "does not pass any more" in capsys.readouterr().out
+
+
+def test_an_endless_loop_is_a_result_and_ends():
+    from wrong.w40 import budget_never_falls
+
+    before = threading.active_count()
+    result = exercises.check("40.1", budget_never_falls, seconds=0.3)
+    assert (result.ok, result.key) == (False, "too_slow")
+    assert "the budget never fell" in result.message and "still runs" not in result.message
+    assert threading.active_count() == before
+
+
+def test_watchdog_stops_a_loop_that_swallows_exceptions_and_reports_one_it_cannot_stop():
+    def stubborn():
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:
+                pass
+
+    with pytest.raises(TooSlow) as slow:
+        limited(stubborn, 0.2)()
+    assert slow.value.args[3] is True
+    with pytest.raises(TooSlow) as slow:
+        limited(lambda: time.sleep(3), 0.1)()
+    assert slow.value.args[3] is False
+
+
+def test_watchdog_hands_on_answers_and_errors_and_guards_lists():
+    mine = [1, 2]
+    assert limited(lambda xs: xs.pop())(mine) == 2 and mine == [1, 2]
+    with pytest.raises(Raised) as raised:
+        limited(lambda: 1 / 0)()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(NotImplementedError):
+        limited(unfinished)([])
+    with pytest.raises(Raised):
+        limited(lambda: exit())()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3, "x", [], [(1, 2)], (), {}, [None], [("A", "B")], float("nan"), (None, None), (1, {"A": None}), [([], 1)]],
+)
+def test_any_answer_of_any_type_is_a_result(answer):
+    """A check explains nonsense; it does not break on it."""
+    for id, entry in checks.exercises().items():
+        if isinstance(entry, checks.Exercise):
+            result = lab.check(id, lambda *args: answer)
+            assert not result.ok and result.message, (id, answer)
+
+
+def test_the_scheduler_check_notices_what_the_small_queues_do_not():
+    """A plan that keeps every rule on generated queues but fails in the engine's Scheduler is still refused."""
+    reference = checks.find("40.1", checks.Exercise).reference
+
+    def stops_after_a_while(running, waiting, budget, chunk_size, calls=[0]):
+        calls[0] += 1
+        return reference(running, waiting, budget, chunk_size) if calls[0] <= 305 else []
+
+    result = lab.check("40.1", stops_after_a_while)
+    assert not result.ok and "refused a plan" in result.message
+
+
+def test_which_bug_shows_its_symptom():
+    """40.3: budget stays unused exactly by the number of decodes, and only while a prompt has tokens left."""
+    from minichunk.blocks import BlockPool
+    from minichunk.request import Request, SamplingParams
+    from minichunk.scheduler import Scheduler
+
+    scheduler = Scheduler(BlockPool(64, 4), lab.broken("40.3"), 16, 16, 8, 4)
+    for n, prompt in enumerate([2, 3, 100]):
+        scheduler.add(Request(n, list(range(prompt)), prompt, SamplingParams(max_tokens=50), arrival=float(n)))
+    unused = []
+    for _ in range(8):
+        plan = scheduler.plan()
+        scheduler.commit(plan.chunks)
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                chunk.request.token_ids.append(1)
+        decodes = sum(c.is_decode for c in plan.chunks)
+        if any(c.id == 2 and not c.is_last for c in plan.chunks):
+            unused.append((16 - sum(c.length for c in plan.chunks), decodes))
+    assert (2, 2) in unused and all(left == decodes for left, decodes in unused)
+
+
+# --- predictions ---------------------------------------------------------------------------------------------------
+def stored(my):
+    return [json.loads(line) for line in (my / "predictions.jsonl").read_text().splitlines()]
+
+
+def test_reveal_waits_for_the_lock(my):
+    asked = lab.predict("00a", "How many?", "steps")
+    shown = lab.reveal("00a", 8)
+    assert not shown.shown and "8" not in str(shown).replace("00a", "")
+    assert lab.lock("00a", 16) is asked
+    assert shown.shown and str(shown).splitlines() == ["8 steps", "You said: 16 steps, a factor of 2.0 off."]
+    assert [(e["event"], e.get("guess"), e.get("truth"), e.get("factor")) for e in stored(my)] == [
+        ("lock", 16.0, None, None),
+        ("truth", None, 8.0, 2.0),
+    ]
+
+
+def test_the_first_lock_counts_across_kernels(my):
+    lab.predict("00a", "How many?", "steps").lock(9)
+    again = lab.predict("00a", "How many?", "steps")
+    assert (again.state, again.guess) == ("locked", 9.0)
+    with pytest.raises(ValueError, match="first answer counts"):
+        again.lock(8)
+
+
+def test_after_seeing_is_kept_and_never_scored(my):
+    asked = lab.predict("00a", "How many?", "steps")
+    shown = lab.reveal("00a", 8)
+    lab.skip("00a")
+    assert shown.shown and shown.factor is None
+    asked.lock(8)
+    assert asked.state == "late" and shown.factor is None and "not scored" in str(shown)
+    assert [e["event"] for e in stored(my)] == ["skip", "truth", "late"]
+    assert "after seeing" in lab.score() and "factor" not in lab.score()
+
+
+def test_ci_shows_everything_and_stores_nothing(my, monkeypatch):
+    monkeypatch.setenv("MINICHUNK_REVEAL", "1")
+    lab.predict("00a", "How many?", "steps")
+    assert "8 steps" in str(lab.reveal("00a", 8)) and not my.exists()
+
+
+@pytest.mark.parametrize("guess, wanted", [(8, 1.0), (16, 2.0), (4, 2.0), (1, 8.0)])
+def test_factor_is_symmetric(guess, wanted):
+    assert predictions.factor(guess, 8) == wanted
+
+
+def test_inside_p5_to_p95_of_a_timing_is_exact():
+    lab.predict("40d", "How long?", "ms").lock(98)
+    shown = lab.reveal("40d", list(range(50, 151)))
+    assert (shown.truth, shown.low, shown.high, shown.factor) == (100, 55, 145, 1.0)
+    lab.predict("40e", "How long?", "ms").lock(50)
+    assert lab.reveal("40e", list(range(50, 151))).factor == 2.0
+
+
+def test_score_shows_choices_beside_chance_and_a_trend_only_from_eight_on():
+    for n in range(7):
+        lab.predict(f"9{n}", "?", "x").lock(2)
+        lab.reveal(f"9{n}", 1)
+    lab.predict("c1", "?", options=["a", "b"]).lock("a")
+    lab.reveal("c1", "a")
+    lab.predict("c2", "?", options=["a", "b", "c", "d"]).lock("d")
+    lab.reveal("c2", "a")
+    assert "median of 7) a factor of 2.0 off" in lab.score()
+    assert "Choices: 1 of 2 right; chance would give 0.8." in lab.score() and "half" not in lab.score()
+    lab.predict("97", "?", "x").lock(1)
+    lab.reveal("97", 1)
+    assert "First half a factor of 2.0 off, second half a factor of 2.0 off." in lab.score()
+
+
+@pytest.mark.parametrize("guess", [0, -3, float("nan"), float("inf"), "abc"])
+def test_a_guess_that_is_none_is_refused(my, guess):
+    asked = lab.predict("00a", "How many?", "steps")
+    with pytest.raises(ValueError):
+        asked.lock(guess)
+    assert asked.state == "open" and not my.exists()
+
+
+def test_widgets_follow_the_state_and_show_errors():
+    asked = lab.predict("00a", "How many?", "steps")
+    shown = lab.reveal("00a", 8, toy_figure())
+    asked.show(), shown.show()
+    field, lock, _skip = asked._buttons
+    lock.click()
+    assert "first give an answer" in asked._line.value and 'role="alert"' in asked._line.value
+    assert shown._output.outputs == ()
+    field.value = "7,5"
+    lock.click()
+    assert asked.guess == 7.5 and lock.disabled and "Locked: 7.5 steps" in asked._line.value
+    assert "application/vnd.plotly.v1+json" in shown._output.outputs[0]["data"]
+    assert "8 steps" in shown._line.value
+
+
+def toy_figure():
+    return lab.timeline(toy_run(prompts=(5, 9), outputs=3))
+
+
+def test_which_bug_says_why():
+    asked = lab.which_bug("40.3")
+    assert asked.right is None
+    with pytest.raises(KeyError):
+        asked.choose("no_such_bug")
+    asked.choose("whole_only")
+    assert (
+        asked.right is False and "Look for the long prompt" in str(asked) and "charges every decode twice" in str(asked)
+    )
+    assert "Choices: 0 of 1 right; chance would give 0.2." in lab.score()
+    assert lab.which_bug("40.3").right is False
+
+
+# --- the selector --------------------------------------------------------------------------------------------------
+def test_selector_switches_and_runs():
+    runs = {b: toy_run(budget=b) for b in (64, 256)}
+    selector = lab.budget_selector(runs, lab.step_strip, lambda b: toy_run(budget=b))
+    selector.show()
+    assert selector.state["budget"] == 64 and selector.state["steps"] == str(len(runs[64].steps))
+    selector._slider.value = 256  # what the mouse and the arrow keys do
+    assert (
+        selector.state["steps"] == str(len(runs[256].steps))
+        and f"<b>{len(runs[256].steps)}</b>" in selector._table.value
+    )
+    first = selector._output.outputs
+    selector._field.value = 128
+    selector._button.click()
+    assert selector.budget == 128 and list(selector.runs) == [64, 128, 256] and selector._slider.value == 128
+    assert selector._output.outputs != first
+    assert "128" in str(selector).splitlines()[0]
+
+
+def test_selector_shows_the_error_of_a_run():
+    def fails(budget):
+        raise RuntimeError("no memory")
+
+    selector = lab.budget_selector({64: toy_run()}, lab.step_strip, fails)
+    selector.show()
+    selector._button.click()
+    assert "no memory" in selector._line.value and not selector._button.disabled and selector.budget == 64
+
+
+def test_steps_table_says_all_steps():
+    run = toy_run(prompts=(5, 9), outputs=3)
+    table = controls.steps_table(run)
+    assert table._repr_html_().count("<tr>") == 1 + len(run.steps) and str(table).count("\n") == len(run.steps) - 1
+
+
+# --- copies and commands ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A small course beside which my/ comes to lie."""
+    notebooks = tmp_path / "course" / "notebooks"
+    (notebooks / "source").mkdir(parents=True)
+    for name in ("00_start", "40_mixed"):
+        (notebooks / f"{name}.ipynb").write_text(json.dumps({"cells": [], "name": name}))
+    monkeypatch.delenv("MINICHUNK_MY")
+    monkeypatch.chdir(notebooks)
+    return notebooks.parent
+
+
+def test_copies_once_and_never_over_a_learners_work(course):
+    assert copies.make_copies() == []
+    mine = course / "my" / "40_mixed.ipynb"
+    mine.write_text("my work")
+    assert copies.make_copies() == [] and mine.read_text() == "my work"
+    (course / "notebooks" / "40_mixed.ipynb").write_text("new edition")
+    (line,) = copies.make_copies()
+    assert "40_mixed.ipynb has changed" in line and "--fresh 40" in line and mine.read_text() == "my work"
+    copy, kept = copies.fresh("40")
+    assert copy.read_text() == "new edition" and kept.read_text() == "my work"
+    assert copies.make_copies() == []
+    _, kept_too = copies.fresh("40")
+    assert kept_too != kept and kept_too.exists() and kept.exists()
+
+
+def test_my_lies_beside_notebooks_from_wherever_one_starts(course, monkeypatch):
+    from minichunk.lab.places import my_dir
+
+    (course / "my").mkdir()
+    for folder in (course, course / "notebooks", course / "my"):
+        monkeypatch.chdir(folder)
+        assert my_dir() == course / "my"
+
+
+def test_lab_command_opens_the_copy(course, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        command.subprocess, "run", lambda args, **k: called.append(args) or type("Done", (), {"returncode": 0})
+    )
+    runner = CliRunner()
+    assert runner.invoke(command.lab_app, ["40", "--port", "9999", "--no-browser"]).exit_code == 0
+    assert (
+        str(course / "my" / "40_mixed.ipynb") in called[0]
+        and "--port=9999" in called[0]
+        and "--no-browser" in called[0]
+    )
+    (course / "my" / "40_mixed.ipynb").write_text("my work")
+    fresh = runner.invoke(command.lab_app, ["--fresh", "40"])
+    assert fresh.exit_code == 0 and "40_mixed.ipynb is new; your old one is 40_mixed.until-" in fresh.output
+    wrong = runner.invoke(command.lab_app, ["77"])
+    assert wrong.exit_code == 1 and "there are 00, 40" in wrong.output and len(called) == 2
+
+
+def test_progress_command_lists_exercises_and_score(my):
+    lab.exercise("00.1", right)
+    lab.predict("00a", "?", "steps").lock(4)
+    lab.reveal("00a", 8)
+    said = CliRunner().invoke(command.progress_app, []).output
+    assert "✔ 00.1 is_mixed" in said and "○ 40.1 plan_step" in said and "○ 40.3 which bug?" in said
+    assert "Exercises: 1 of" in said and "00a    you 4, truth 8 steps: a factor of 2.0 off" in said
+
+
+# --- engines of the classroom -----------------------------------------------------------------------------------------
+def test_engine_carries_whose_code_it_runs(capsys):
+    plan_step = lab.exercise("40.1", lambda *args: (_ for _ in ()).throw(NotImplementedError()))
+    with lab.engine("tiny", policy=plan_step, max_batch_tokens=24, num_blocks=16) as engine:
+        engine.generate([[5, 6, 7] * 12])
+        assert engine.run.meta["code"] == "REFERENCE" and engine.run.meta["model"] == "tiny"
+        assert max(s.num_tokens for s in engine.run.steps) == 24
+    with lab.engine("tiny", num_blocks=16) as engine:
+        assert "code" not in engine.run.meta and engine.num_blocks == 16
+    with pytest.raises(ValueError, match="needs max_batch_tokens"):
+        lab.engine("tiny", policy=plan_step)
+
+
+def test_rush_hour_and_sameness():
+    runs = [
+        lab.rush_hour(lab.engine("tiny", max_batch_tokens=b, num_blocks=400, max_model_len=2048), max_tokens=4)
+        for b in (256, 512)
+    ]
+    assert lab.same_answers(runs) == "answers identical: yes, 7 token lists compared with the first run's"
+    assert len(runs[0].requests) == 7 and runs[0].stalls(0) == 7 * 3
+    runs[1].requests[3].output_ids[2] += 1
+    assert lab.same_answers(runs) == "answers identical: no, 1 of 7 token lists differ: request 3"
