@@ -84,6 +84,7 @@ attach("bench", "minichunk.bench.command:app", "Measure kernels, steps and servi
 attach(
     "lab", "minichunk.lab.command:lab", "Copy the notebooks to my/ on first use, and open JupyterLab on one of them."
 )
+attach("bench", "minichunk.bench.command:app", "Measure: serving, kernels, peers; one JSON a run.")
 attach("progress", "minichunk.lab.command:progress", "Exercises solved and predictions made so far.")
 
 
