@@ -120,7 +120,7 @@ def by_index(run, f):
     return {
         **{k: f[k] for k in ("step", "kind", "budget", "tokens", "positions", "slots", "token_ids", "sampled")},
         **{k: f[k] for k in ("used", "cached", "empty", "wasted")},
-        **{k: [index[r] for r in f[k]] for k in ("arrived", "admitted", "preempted", "finished")},
+        **{k: [index[r] for r in f[k]] for k in ("arrived", "admitted", "preempted", "aborted", "finished")},
         **{k: [[index[r], total, done] for r, total, done in f[k]] for k in ("waiting", "running")},
         "cu": f["cu_seqlens_q"], "lens": f["seq_lens_k"], "rows": f["logits_rows"], "pool": pool,
         "tables": [[index[r], t] for r, t in f["tables"].items()], "hits": [[index[r], n] for r, n in f["hits"].items()],

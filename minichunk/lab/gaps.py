@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -45,12 +46,24 @@ def steps_of_gap(run: Run, request_id: Any, gap_index: int) -> list[StepRecord]:
     return run.steps[first : bisect_left(run.steps, b, key=lambda s: s.start)]
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What every gap of a run needs."""
+
+    ordinary: float
+    letters: dict[Any, str]
+
+    @classmethod
+    def of(cls, run: Run) -> Facts:
+        return cls(ordinary(run), letters(run))
+
+
 def _shares(
-    run: Run, request_id: Any, gap_index: int, base: float | None = None
+    run: Run, request_id: Any, gap_index: int, facts: Facts | None = None
 ) -> list[tuple[str, tuple | None, int, float]]:
     """(cause, prompt chunk or None, step, seconds) for every part of the gap that lies in a step."""
     _, end = gap_of(run, request_id, gap_index)
-    base, names, out = ordinary(run) if base is None else base, letters(run), []
+    facts, out = facts or Facts.of(run), []
     for step in steps_of_gap(run, request_id, gap_index):
         seconds = min(step.end, end) - step.start
         prompts = [c for c in step.chunks if not c[4]]
@@ -58,34 +71,34 @@ def _shares(
         if not prompts:
             out.append((DECODES if present else LEFT_OUT, None, step.index, seconds))
             continue
-        anyway = min(seconds, base) if present else 0.0
+        anyway = min(seconds, facts.ordinary) if present else 0.0
         if anyway:
             out.append((DECODES, None, step.index, anyway))
         tokens = sum(c[2] for c in prompts)
         for chunk in prompts:
-            cause = RECOMPUTE if chunk[0] == request_id else f"prompt {names[chunk[0]]}"
+            cause = RECOMPUTE if chunk[0] == request_id else f"prompt {facts.letters[chunk[0]]}"
             out.append((cause, chunk, step.index, (seconds - anyway) * chunk[2] / tokens))
     return out
 
 
-def blame(run: Run, request_id: Any, gap_index: int, base: float | None = None) -> dict[str, float]:
+def blame(run: Run, request_id: Any, gap_index: int, facts: Facts | None = None) -> dict[str, float]:
     """Seconds of the gap after the request's token `gap_index`, by cause; they sum to the gap.
 
-    base: seconds of an ordinary step, where the caller has computed `ordinary(run)` already.
+    facts: Facts.of(run), where the caller asks about many gaps.
 
     Causes: "decodes", "prompt K" (chunks of the request with letter K), "left out", "recompute", "between steps".
     """
     a, b = gap_of(run, request_id, gap_index)
     parts: Counter = Counter()
-    for cause, _, _, seconds in _shares(run, request_id, gap_index, base):
+    for cause, _, _, seconds in _shares(run, request_id, gap_index, facts):
         parts[cause] += seconds
     parts[BETWEEN] = (b - a) - sum(parts.values())  # last, so that the sum is the gap and not nearly the gap
     return dict(parts)
 
 
-def culprit(run: Run, request_id: Any, gap_index: int, base: float | None = None) -> dict | None:
+def culprit(run: Run, request_id: Any, gap_index: int, facts: Facts | None = None) -> dict | None:
     """The prompt chunk that the largest part of the gap belongs to: request, step, start, length, seconds; or None."""
-    shares = [s for s in _shares(run, request_id, gap_index, base) if s[1]]
+    shares = [s for s in _shares(run, request_id, gap_index, facts) if s[1]]
     if not shares:
         return None
     _, chunk, step, seconds = max(shares, key=lambda s: s[3])
@@ -104,21 +117,25 @@ def long_gaps(run: Run, slo: float | None = None, most: int = 500) -> list[tuple
     return sorted(found, key=lambda g: -g[2])[:most]
 
 
-def explain(run: Run, request_id: Any, gap_index: int, base: float | None = None) -> str:
+def explain(run: Run, request_id: Any, gap_index: int, facts: Facts | None = None) -> str:
     """One sentence: how long, who, and when."""
-    names = letters(run)
+    facts = facts or Facts.of(run)
+    names = facts.letters
     a, b = gap_of(run, request_id, gap_index)
     steps = steps_of_gap(run, request_id, gap_index)
     text = f"{names[request_id]} waited {milliseconds(b - a)} for its token {gap_index + 1}"
     if steps:
         text += f" (steps {steps[0].index}…{steps[-1].index})" if len(steps) > 1 else f" (step {steps[0].index})"
-    who = culprit(run, request_id, gap_index, base)
+    who = culprit(run, request_id, gap_index, facts)
     if who:
         chunk = f"chunk {who['start']}…{who['start'] + who['length'] - 1} in step {who['step']}"
         owner = "its own recomputed" if who["request"] == request_id else f"{names[who['request']]}'s"
         text += f": {owner} {chunk}, {milliseconds(who['seconds'])}"
-    parts = sorted(blame(run, request_id, gap_index, base).items(), key=lambda p: -p[1])
-    return text + "; in all " + ", ".join(f"{cause} {milliseconds(s)}" for cause, s in parts if s >= 5e-5)
+    parts = sorted(blame(run, request_id, gap_index, facts).items(), key=lambda p: -p[1])
+    shown = [f"{cause} {milliseconds(s)}" for cause, s in parts[:4] if s >= 5e-5]
+    if (rest := sum(s for _, s in parts[4:])) >= 5e-5:
+        shown.append(f"others {milliseconds(rest)}")
+    return f"{text}; in all {', '.join(shown)}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -43,7 +43,7 @@ def frame(run: Run, i: int) -> dict:
         "step": i, "kind": step.kind, "budget": step.budget, "tokens": step.num_tokens,
         "start": step.start - run.steps[0].start, "end": step.end - run.steps[0].start, "times": dict(step.times),
         "arrived": list(step.arrived), "admitted": list(step.admitted), "preempted": list(step.preempted),
-        "finished": list(step.finished), "hits": dict(step.hits), "chunks": [tuple(c) for c in step.chunks],
+        "aborted": list(step.aborted), "finished": list(step.finished), "hits": dict(step.hits), "chunks": [tuple(c) for c in step.chunks],
         "cu_seqlens_q": [0], "seq_lens_k": [], "positions": [], "token_ids": [], "slots": [], "logits_rows": [],
         "sampled": [], "tables": tables, "pool": run.pool_at(i),
     }  # fmt: skip
@@ -81,7 +81,7 @@ def _progress(run: Run, i: int) -> tuple[dict, dict]:
     """({id: tokens computed}, {id: tokens sampled}) as step i begins to compute: after its admissions and preemptions."""
     computed, outputs = dict.fromkeys(run.requests, 0), dict.fromkeys(run.requests, 0)
     for step in run.steps[: i + 1]:
-        for id in step.preempted:
+        for id in (*step.preempted, *step.aborted):
             computed[id] = 0
         for id in step.admitted:
             computed[id] = step.hits.get(id, 0)
@@ -118,7 +118,7 @@ def encode(run: Run, slo: float | None = None) -> dict:
             expected[id] = start + length
         changes = {
             "a": [index[r] for r in step.arrived], "i": [index[r] for r in step.admitted],
-            "p": [index[r] for r in step.preempted], "f": [index[r] for r in step.finished],
+            "p": [index[r] for r in step.preempted], "x": [index[r] for r in step.aborted], "f": [index[r] for r in step.finished],
             "h": [[index[r], n] for r, n in step.hits.items()], "g": [[index[r], *b] for r, b in step.grown.items()],
             "s": [[b, int(what == "cached")] for b, what in step.block_states.items()],
             "t": [[name, round(seconds * 1e6)] for name, seconds in step.times.items()],
@@ -126,14 +126,13 @@ def encode(run: Run, slo: float | None = None) -> dict:
         start, end = us(step.start), us(step.end)
         steps.append([start - before, end - start, step.budget, chunks, {k: v for k, v in changes.items() if v}])
         before = end
-    names = colors.letters(run)
-    base = gaps.ordinary(run)
+    facts = gaps.Facts.of(run)
     long = []
     for id, k, _ in gaps.long_gaps(run, slo):
-        who = gaps.culprit(run, id, k, base)
+        who = gaps.culprit(run, id, k, facts)
         long.append(
             [index[id], k, [index[who["request"]], who["step"], who["start"], who["length"]] if who else None,
-             gaps.explain(run, id, k, base)]
+             gaps.explain(run, id, k, facts)]
         )  # fmt: skip
     limit = gaps.slo_of(run, slo)
     return {
@@ -142,7 +141,7 @@ def encode(run: Run, slo: float | None = None) -> dict:
         "block_size": run.meta["block_size"],
         "num_blocks": run.meta["num_blocks"],
         "ids": list(run.requests),
-        "letters": [names[id] for id in run.requests],
+        "letters": list(facts.letters.values()),
         "prompts": [len(r.prompt_ids) for r in run.requests.values()],
         "arrivals": [us(r.arrival) for r in run.requests.values()],
         "tokens": [r.prompt_ids + r.output_ids for r in run.requests.values()],
@@ -180,7 +179,9 @@ def text(run: Run, i: int, selection: dict | None = None) -> str:
     state = lambda r, total, done: f"{names[r]} {done}/{total}" if total - done != 1 else names[r]  # noqa: E731
     bar = round(24 * f["tokens"] / f["budget"]) if f["budget"] else 0
     events = [
-        f"{e} {' '.join(names[r] for r in f[e])}" for e in ("arrived", "admitted", "preempted", "finished") if f[e]
+        f"{e} {' '.join(names[r] for r in f[e])}"
+        for e in ("arrived", "admitted", "preempted", "aborted", "finished")
+        if f[e]
     ]
     rows = ["." if b == "empty" else "~" if b == "cached" else names[b[0]] if len(b) == 1 else "&" for b in f["pool"]]
     lines = [

@@ -188,10 +188,10 @@ def stalls(run: Run, slo: float | None = None, theme: str = "light", most: int =
     """Every gap above `slo` seconds (default: three times the median gap), longest first, cut into its causes by `blame`."""
     names, limit, look = colors.letters(run), gaps.slo_of(run, slo), colors.palette(theme)
     every = gaps.long_gaps(run, slo, most=10**9)
-    found, base = every[:most], gaps.ordinary(run)
+    found, facts = every[:most], gaps.Facts.of(run)
     figure = go.Figure()
     label = lambda id, k: f"{names[id]}, before token {k + 1}"  # noqa: E731
-    parts = [blame(run, id, k, base) for id, k, _ in found]
+    parts = [blame(run, id, k, facts) for id, k, _ in found]
     fills = {f"prompt {names[id]}": _fill(n, theme) for n, id in enumerate(run.requests)}
     fills |= {
         gaps.DECODES: {"color": look["soft"]}, gaps.LEFT_OUT: _plain(look["soft"], "/"),
@@ -212,7 +212,7 @@ def stalls(run: Run, slo: float | None = None, theme: str = "light", most: int =
             annotation_position="top",
         )
         said = [f"{len(every)} of {len(run.tbts)} gaps are longer than {_ms(limit)}"]
-        said += [explain(run, id, k, base) for id, k, _ in found]
+        said += [explain(run, id, k, facts) for id, k, _ in found]
     else:
         said = [
             f"none of {len(run.tbts)} gaps is longer than {_ms(limit)}"

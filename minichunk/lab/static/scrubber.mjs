@@ -38,6 +38,9 @@ export class Player {
       const kind = decodes ? (decodes < chunks.length ? "mixed" : "decodes") : "prompts";
       return { start, end: clock, budget, chunks, change, decodes, kind, tokens: chunks.reduce((s, c) => s + c.length, 0) };
     });
+    this.late = run.ids.map(() => new Map()); // per request: gap index → the gap
+    for (const gap of run.gaps) this.late[gap[0]].set(gap[1], gap);
+    this.longest = Math.max(...this.steps.map((s) => s.end - s.start), 1);
     this.marks = [];
     this.reset();
   }
@@ -64,9 +67,10 @@ export class Player {
   advance() {
     const s = this.now;
     if (s.i >= 0) this.leave(s, this.steps[s.i]);
-    const { a = [], i = [], p = [], g = [], h = [] } = this.steps[++s.i].change;
+    const { a = [], x = [], i = [], p = [], g = [], h = [], s: given = [] } = this.steps[++s.i].change;
     const hits = new Map(h);
     s.waiting.push(...a);
+    for (const r of x) this.gone(s, r);
     for (const r of p) {
       drop(s.running, r);
       s.waiting.unshift(r);
@@ -81,22 +85,24 @@ export class Player {
     for (const [r, ...blocks] of g) {
       if (!s.tables.has(r)) s.tables.set(r, []);
       s.tables.get(r).push(...blocks);
+      for (const b of blocks) s.pool[b] = 2;
     }
+    for (const [b, cached] of given) s.pool[b] = cached;
+  }
+
+  gone(s, r) {
+    drop(s.waiting, r);
+    drop(s.running, r);
+    s.tables.delete(r);
   }
 
   /** What a step leaves behind when it is over. */
-  leave(s, { chunks, change: { f = [], g = [], s: given = [] } }) {
+  leave(s, { chunks, change: { f = [] } }) {
     for (const { r, end, flags } of chunks) {
       s.computed[r] = end;
       s.outputs[r] += flags & LAST;
     }
-    for (const r of f) {
-      drop(s.waiting, r);
-      drop(s.running, r);
-      s.tables.delete(r);
-    }
-    for (const [, ...blocks] of g) for (const b of blocks) s.pool[b] = 2;
-    for (const [b, cached] of given) s.pool[b] = cached;
+    for (const r of f) this.gone(s, r);
   }
 
   /** scrubber.frame(run, i), with requests by index; pool: -1 empty, -2 cached, else an owner (all of them in `shared`). */
@@ -105,7 +111,7 @@ export class Player {
     const f = {
       step: i, kind: step.kind, budget: step.budget, tokens: step.tokens, decodes: step.decodes, start: step.start / 1e6,
       end: step.end / 1e6, chunks: step.chunks, times: (step.change.t ?? []).map(([name, t]) => [name, t / 1e6]),
-      arrived: step.change.a ?? [], admitted: step.change.i ?? [], preempted: step.change.p ?? [],
+      arrived: step.change.a ?? [], admitted: step.change.i ?? [], preempted: step.change.p ?? [], aborted: step.change.x ?? [],
       finished: step.change.f ?? [], hits: step.change.h ?? [],
       cu: [0], lens: [], positions: [], slots: [], token_ids: [], rows: [], sampled: [],
       tables: s.tables, filled: new Map(), shared: new Map(), pool: new Int32Array(s.pool.length),
@@ -190,6 +196,12 @@ export function positions(players, sync) {
 // ---- 2. the kit: paint, strip, grid, time line -------------------------------------------------------------------
 
 const clamp = (x, a, b) => Math.max(a, Math.min(b, x));
+/** Index of the first of the rising values that is at least x. */
+const lower = (values, x) => {
+  let a = 0, b = values.length;
+  while (a < b) { const m = (a + b) >> 1; values[m] < x ? (a = m + 1) : (b = m); }
+  return a;
+};
 const ms = (us) => (us >= 1e4 ? `${Math.round(us / 1e3)} ms` : `${(us / 1e3).toFixed(1)} ms`);
 const rgb = (css) => {
   const hex = /^#(..)(..)(..)$/.exec(css);
@@ -217,7 +229,7 @@ class Paint {
       const tile = Object.assign(document.createElement("canvas"), { width: 8, height: 8 }), c = tile.getContext("2d");
       c.fillStyle = this.fill(r);
       c.fillRect(0, 0, 8, 8);
-      c.strokeStyle = c.fillStyle = light(this.fill(r)) > 120 ? "rgba(0,0,0,.30)" : "rgba(255,255,255,.38)";
+      c.strokeStyle = c.fillStyle = light(this.fill(r)) > 120 ? "rgba(0,0,0,.24)" : "rgba(255,255,255,.30)";
       c.lineWidth = 1.4;
       const line = (...p) => { c.beginPath(); c.moveTo(p[0], p[1]); c.lineTo(p[2], p[3]); c.stroke(); };
       const rise = () => { line(-2, 10, 10, -2); line(-2, 2, 2, -2); line(6, 10, 10, 6); };
@@ -232,7 +244,23 @@ class Paint {
     }
     return this.tiles.get(key);
   }
-  pattern(c, r) { return c.createPattern(this.tile(r).tile, "repeat"); }
+  pattern(c, r) {
+    const entry = this.tile(r);
+    return (entry.pattern ??= c.createPattern(entry.tile, "repeat"));
+  }
+  /** Grey stripes: a cached block. */
+  stripes(c) {
+    if (!this.grey) {
+      const tile = Object.assign(document.createElement("canvas"), { width: 4, height: 4 }), t = tile.getContext("2d");
+      t.strokeStyle = this.soft;
+      t.globalAlpha = 0.6;
+      t.beginPath();
+      for (const k of [-4, 0, 4]) { t.moveTo(k - 1, 5); t.lineTo(k + 5, -1); }
+      t.stroke();
+      this.grey = c.createPattern(tile, "repeat");
+    }
+    return this.grey;
+  }
 }
 
 /** A canvas of w × h CSS pixels, sharp on every screen. */
@@ -282,6 +310,16 @@ function ring(c, x, y, w, h, paint, width = 2.5) {
   c.strokeRect(x, y, w, h);
 }
 
+/** Is request r one that the selection lights? Without a selection all are. */
+const lit = (pick, ...owners) => !pick || owners.some((r) => r === pick.r || r === pick.also);
+
+function fade(c, x, y, w, h, paint) {
+  c.globalAlpha = 0.7;
+  c.fillStyle = paint.paper;
+  c.fillRect(x, y, w, h);
+  c.globalAlpha = 1;
+}
+
 /** The packed batch, one cell a token, the rest of the budget as empty cells. → its geometry */
 function drawStrip(canvas, f, view) {
   const { paint, letters, width, pick, hover } = view;
@@ -297,7 +335,6 @@ function drawStrip(canvas, f, view) {
   }
   const sampled = new Set(f.rows);
   f.chunks.forEach(({ r }, n) => {
-    c.globalAlpha = pick && pick.r !== r ? 0.32 : 1;
     const fill = cell >= 8 ? paint.pattern(c, r) : paint.fill(r);
     for (let k = f.cu[n]; k < f.cu[n + 1]; k++) {
       const [x, y] = lay.xy(k);
@@ -305,8 +342,8 @@ function drawStrip(canvas, f, view) {
       c.fillRect(x + gap, y + gap, cell - 2 * gap, cell - 2 * gap);
       if (k === f.cu[n] && cell >= 16) mark(c, letters[r], x + cell / 2, y + cell / 2, paint, paint.text(r), paint.fill(r));
       if (sampled.has(k)) triangle(c, x + cell - gap, y + cell - gap, Math.max(4, cell * 0.42), paint);
+      if (!lit(pick, r)) fade(c, x, y, cell, cell, paint);
     }
-    c.globalAlpha = 1;
   });
   if (hover >= 0 && hover < f.tokens) { const [x, y] = lay.xy(hover); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint, 1.5); }
   if (pick?.row >= 0) { const [x, y] = lay.xy(pick.row); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint); }
@@ -328,7 +365,7 @@ function triangle(c, x, y, size, paint) {
 /** The block pool by number: owner's colour as far as the block is filled, cached, empty, shared. → its geometry */
 function drawGrid(canvas, f, view) {
   const { paint, letters, width, pick, hover, size } = view, n = f.pool.length;
-  const lay = cells(n, width, 132, 4, 26), { cell } = lay, gap = cell >= 9 ? 1.5 : cell >= 6 ? 0.5 : 0.25;
+  const lay = cells(n, width, 240, 4, 34), { cell } = lay, gap = cell >= 9 ? 1.5 : cell >= 6 ? 0.5 : 0.25;
   const c = sheet(canvas, width, lay.height), inner = cell - 2 * gap;
   const depth = new Map(); // block → slots filled
   for (const [r, table] of f.tables)
@@ -342,8 +379,11 @@ function drawGrid(canvas, f, view) {
       else { c.fillStyle = paint.line; c.fillRect(x + cell / 2 - 0.5, y + cell / 2 - 0.5, 1, 1); }
       continue;
     }
-    if (r === -2) { hatched(c, x + gap, y + gap, inner, paint); continue; }
-    c.globalAlpha = pick && !owners.includes(pick.r) ? 0.32 : 1;
+    if (r === -2) {
+      c.fillStyle = paint.stripes(c);
+      c.fillRect(x + gap, y + gap, inner, inner);
+      continue;
+    }
     c.fillStyle = paint.line;
     c.fillRect(x + gap, y + gap, inner, inner);
     owners.forEach((o, k) => { // a shared block is cut into as many columns
@@ -355,24 +395,11 @@ function drawGrid(canvas, f, view) {
       const label = owners.length > 1 ? `${owners.length}×` : letters[r];
       mark(c, label, x + cell / 2, y + cell / 2 + 0.5, paint, owners.length > 1 ? paint.ink : paint.text(r), owners.length > 1 ? paint.paper : paint.fill(r));
     }
-    c.globalAlpha = 1;
+    if (!lit(pick, ...owners)) fade(c, x, y, cell, cell, paint);
   }
   for (const [b, width] of [[hover, 1.5], [pick?.block ?? -1, 2.5]])
     if (b >= 0) { const [x, y] = lay.xy(b); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint, width); }
   return lay;
-}
-
-function hatched(c, x, y, w, paint) {
-  c.save();
-  c.beginPath();
-  c.rect(x, y, w, w);
-  c.clip();
-  c.strokeStyle = paint.soft;
-  c.globalAlpha = 0.55;
-  c.lineWidth = 1;
-  for (let k = -w; k < w; k += 4) { c.beginPath(); c.moveTo(x + k, y + w); c.lineTo(x + k + w, y); c.stroke(); }
-  c.strokeRect(x + 0.5, y + 0.5, w - 1, w - 1);
-  c.restore();
 }
 
 /** A row of the causal mask: keys in the cache, keys of this step's chunk, keys of later tokens that it must not see. */
@@ -399,19 +426,17 @@ function drawBudget(canvas, f, view) {
   c.strokeRect(0.5, 0.5, width - 1, 25);
   f.chunks.forEach(({ r, length }, n) => {
     const x = f.cu[n] * scale, w = length * scale;
-    c.globalAlpha = pick && pick.r !== r ? 0.32 : 1;
     c.fillStyle = paint.pattern(c, r);
     c.fillRect(x, 0, Math.max(1, w - (w > 3 ? 1 : 0)), 26);
     if (w > 20) mark(c, view.letters[r], x + w / 2, 13.5, paint, paint.text(r), paint.fill(r));
-    c.globalAlpha = 1;
+    if (!lit(pick, r)) fade(c, x, 0, w, 26, paint);
   });
 }
 
 /** All steps as columns (height is duration); light: decodes, dark: prompts, both: mixed. → x to step */
 function drawOverview(canvas, player, view) {
   const { paint, width, i, span } = view, H = 46, c = sheet(canvas, width, H), n = player.n, w = width / n;
-  const most = Math.max(...player.steps.map((s) => s.end - s.start), 1);
-  const late = new Set(player.run.gaps.filter((g) => g[2]).map((g) => g[2][1]));
+  const most = player.longest, late = new Set(player.run.gaps.filter((g) => g[2]).map((g) => g[2][1]));
   player.steps.forEach((s, k) => {
     const h = Math.max(1.5, ((H - 10) * (s.end - s.start)) / most), x = k * w, bar = Math.max(w - (w > 3 ? 1 : 0), 0.7);
     c.fillStyle = paint.soft;
@@ -433,11 +458,10 @@ const GUTTER = 34, ROW = 20;
 
 /** The requests alive in the window of steps: queue, chunks, tokens, long gaps. → areas that can be clicked */
 function drawLines(canvas, player, f, view) {
-  const { paint, width, letters, span, pick, i } = view, run = player.run;
-  const t0 = player.steps[span[0]].start, t1 = player.steps[span[1]].end, X = (t) => GUTTER + ((width - GUTTER - 8) * (t - t0)) / (t1 - t0 || 1);
+  const { paint, width, letters, span, pick, i, range: [t0, t1] } = view, run = player.run;
+  const X = (t) => GUTTER + ((width - GUTTER - 8) * (t - t0)) / (t1 - t0 || 1);
   const live = new Set();
   for (let k = span[0]; k <= span[1]; k++) player.steps[k].chunks.forEach((q) => live.add(q.r));
-  const long = new Map(run.gaps.map((g) => [`${g[0]}/${g[1]}`, g]));
   for (const [r] of f.waiting) live.add(r);
   const rows = [...live].sort((a, b) => a - b), at = new Map(rows.map((r, k) => [r, k * ROW + ROW / 2]));
   const H = Math.max(rows.length, 1) * ROW + 22, c = sheet(canvas, width, H), areas = [];
@@ -449,7 +473,7 @@ function drawLines(canvas, player, f, view) {
   c.fillStyle = paint.line;
   for (let k = span[0]; k <= span[1]; k++) c.fillRect(X(player.steps[k].start), 0, 1, H - 20);
   for (const r of rows) {
-    const y = at.get(r), first = player.spans[r][0], dim = pick && pick.r !== r ? 0.3 : 1;
+    const y = at.get(r), first = player.spans[r][0], dim = lit(pick, r) ? 1 : 0.3;
     c.globalAlpha = dim;
     mark(c, letters[r], 14, y + 1, paint, paint.ink);
     c.fillStyle = paint.pattern(c, r);
@@ -465,7 +489,7 @@ function drawLines(canvas, player, f, view) {
     const s = player.steps[k], x = X(s.start), w = Math.max(1.5, X(s.end) - x - 1);
     for (const q of s.chunks) {
       const y = at.get(q.r), prompt = !(q.flags & DECODE);
-      c.globalAlpha = pick && pick.r !== q.r ? 0.3 : 1;
+      c.globalAlpha = lit(pick, q.r) ? 1 : 0.3;
       c.fillStyle = prompt ? paint.pattern(c, q.r) : paint.fill(q.r);
       c.fillRect(x, y - (prompt ? 7 : 2.5), w, prompt ? 14 : 5);
       areas.push({ x, y: y - ROW / 2, w, h: ROW, step: k, r: q.r, chunk: q });
@@ -473,16 +497,16 @@ function drawLines(canvas, player, f, view) {
   }
   for (const r of rows) {
     const y = at.get(r);
-    c.globalAlpha = pick && pick.r !== r ? 0.3 : 1;
-    player.times[r].forEach((t, k) => {
-      const before = player.times[r][k - 1];
-      if (long.has(`${r}/${k - 1}`) && t > t0 && before < t1) gapMark(r, k - 1, Math.max(X(before), GUTTER), Math.min(X(t), width - 2), y, t - before);
-      if (t < t0 || t > t1 + 1) return;
-      c.beginPath();
-      c.arc(X(t), y, 3.2, 0, 7);
-      c.fillStyle = paint.ink;
-      c.fill();
-    });
+    c.globalAlpha = lit(pick, r) ? 1 : 0.3;
+    const times = player.times[r];
+    c.fillStyle = paint.ink;
+    c.beginPath();
+    let k = lower(times, t0);
+    for (; k < times.length && times[k] <= t1; k++) { c.moveTo(X(times[k]), y); c.arc(X(times[k]), y, 3.2, 0, 7); }
+    c.fill();
+    for (k = Math.min(k, times.length - 1); k > 0 && times[k] > t0; k--) {
+      if (player.late[r].has(k - 1)) gapMark(r, k - 1, Math.max(X(times[k - 1]), GUTTER), Math.min(X(times[k]), width - 2), y, times[k] - times[k - 1]);
+    }
   }
   c.globalAlpha = 1;
   if (pick?.moment >= 0 && pick.moment >= span[0] && pick.moment <= span[1] && at.has(pick.r)) {
@@ -515,10 +539,10 @@ function drawLines(canvas, player, f, view) {
 
   /** From a gap to the chunk that caused it. */
   function arrow([r, k]) {
-    const who = long.get(`${r}/${k}`)?.[2];
+    const who = player.late[r].get(k)?.[2];
     if (!who || !at.has(r) || !at.has(who[0]) || who[1] < span[0] || who[1] > span[1]) return;
     const s = player.steps[who[1]], y1 = at.get(r), y2 = at.get(who[0]), x2 = clamp((X(s.start) + X(s.end)) / 2, GUTTER, width);
-    const x1 = clamp(X((player.times[r][k] + player.times[r][k + 1]) / 2), GUTTER, width);
+    const x1 = clamp(x2, X(player.times[r][k]), X(player.times[r][k + 1]));
     ring(c, X(s.start), y2 - 9, Math.max(4, X(s.end) - X(s.start) - 1), 18, paint);
     c.strokeStyle = c.fillStyle = paint.alarm;
     c.lineWidth = 2.5;
@@ -559,7 +583,10 @@ class RunView {
     this.c = { budget: canvas("budget"), strip: canvas("packed batch"), mask: canvas("mask row"), grid: canvas("block pool"), slots: canvas("slots of a block"), overview: canvas("all steps"), lines: canvas("time line") };
     const part = (name) => (this[name] = h(`div.${name}`));
     const pane = (title, side, ...body) => h("section.pane", { "aria-label": title }, h("h4.title", {}, title, side), ...body);
-    this.slo = h("span.side", {}, player.run.slo === null ? "" : `long gap: over ${ms(player.run.slo * 1e6)}`);
+    const key = (name, text) => [h(`span.key.${name}`, { "aria-hidden": "true" }), h("span", {}, text)];
+    const slo = player.run.slo === null ? "" : ` (over ${ms(player.run.slo * 1e6)})`;
+    const legend = [...key("chunk", "prompt chunk"), ...key("thin", "decode"), ...key("dot", "token"), ...key("wait", "waiting"), ...key("late", `long gap${slo}`)];
+    const zoom = h("span.side", {}, app.button("fewer steps in the time line", "+", () => app.setZoom(0.5), "in"), app.button("more steps in the time line", "−", () => app.setZoom(2), "out"));
     this.count = h("span.side");
     this.pool = h("span.side");
     this.counter = h("span.side");
@@ -567,11 +594,14 @@ class RunView {
     this.el = h("div.run", {},
       part("head"),
       h("div.panes", {},
-        pane("Queues and budget", this.counter, part("waiting"), part("running"), h("div.label", {}, "budget"), this.c.budget, part("events")),
-        pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.scroll", { tabindex: "-1" }, this.table)),
-        pane("Blocks", this.pool, this.c.grid, part("tablerow"), this.c.slots, part("slotline")),
-        pane("Time line", this.slo, this.c.overview, h("div.scroll.tall", { tabindex: "-1" }, this.c.lines), part("gapline")),
+        h("div.col", {},
+          pane("Queues and budget", this.counter, part("waiting"), part("running"), part("share"), this.c.budget, part("events")),
+          pane("Blocks", this.pool, this.c.grid, part("tablerow"), this.c.slots, part("slotline"))),
+        h("div.col", {},
+          pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.scroll", { tabindex: "-1" }, this.table)),
+          pane("Time line", zoom, this.c.overview, h("div.scroll.tall", { tabindex: "-1" }, this.c.lines), h("div.legend", {}, ...legend), part("gapline"))),
       ));
+    this.gapline.setAttribute("role", "status");
     this.listen();
   }
 
@@ -609,39 +639,56 @@ class RunView {
     if (p < this.f.filled.get(owner)) this.app.pick(this, owner, p);
   }
 
+  /** The room of each canvas: read once after a change of size, since reading makes the browser lay the page out. */
+  measure() {
+    const pad = (box) => (box.matches(".mc-pane") ? 26 : 18); // padding and border, or a scroll bar
+    this.widths = new Map(Object.values(this.c).map((c) => [c, Math.max(120, c.parentElement.clientWidth - pad(c.parentElement))]));
+  }
+
   /** A selection, found in this run's step: request, position, packed row, block, moment. */
   resolve(selection, i) {
     if (!selection) return null;
     const { player, f } = this, r = player.run.ids.indexOf(selection.gap ? selection.gap[0] : selection.request);
     if (r < 0) return null;
-    if (selection.gap) return { r, p: -1, row: -1, block: -1, moment: -1, gap: [r, selection.gap[1]] };
+    if (selection.gap) {
+      const gap = [r, selection.gap[1]], who = player.late[r].get(gap[1])?.[2];
+      return { r, also: who?.[0], p: -1, row: -1, block: -1, moment: -1, gap };
+    }
     const p = selection.position, n = player.chunkOf(f, r, p), table = f.tables.get(r) ?? [];
     const slot = p < (f.filled.get(r) ?? 0) ? table[Math.floor(p / player.size)] ?? -1 : -1;
     return { r, p, n, row: n < 0 ? -1 : f.cu[n] + p - f.chunks[n].start, block: slot, moment: player.momentOf(r, p, i) };
   }
 
-  draw(i, selection, paint, span) {
+  draw(i, selection, paint, { span, range }) {
     const { player, hover } = this, run = player.run, f = (this.f = player.frame(i)), pick = this.resolve(selection, i);
-    const wide = (canvas) => Math.max(120, canvas.parentElement.clientWidth - (canvas.parentElement.matches(".mc-pane") ? 26 : 2));
-    const view = (canvas, more) => ({ paint, letters: run.letters, pick, size: player.size, i, span, width: wide(canvas), ...more });
+    const view = (canvas, more) => ({ paint, letters: run.letters, pick, size: player.size, i, span, range, width: this.widths.get(canvas), ...more });
     this.chip = (r, text = "") => {
       const el = h("button.chip", { type: "button", title: `request ${run.ids[r]}`, tabindex: "-1", onclick: this.app.guard(() => this.pickRequest(r)) }, run.letters[r]);
       el.style.cssText = `background:${paint.fill(r)} ${paint.tile(r).url};color:${paint.text(r)};text-shadow:0 0 3px ${paint.fill(r)},0 0 3px ${paint.fill(r)},0 0 2px ${paint.fill(r)}`;
       const box = h("span.entry", {}, el, text);
-      if (pick && pick.r !== r) box.classList.add("mc-dim");
+      if (!lit(pick, r)) box.classList.add("mc-dim");
       return box;
     };
-    this.drawHead(f);
-    this.drawQueues(f, pick);
+    // Canvases first, then the page, then scrolling: a font or a size that is read in between would lay the page out anew.
     drawBudget(this.c.budget, f, view(this.c.budget));
     this.lay = drawStrip(this.c.strip, f, view(this.c.strip, { hover: hover.row }));
-    this.drawWords(f, pick, paint, view(this.c.mask));
-    this.drawTable(f, pick);
     this.gridLay = drawGrid(this.c.grid, f, view(this.c.grid, { hover: hover.block }));
-    this.drawBlockTable(f, pick, view(this.c.slots));
     this.stepAt = drawOverview(this.c.overview, player, view(this.c.overview));
     this.areas = drawLines(this.c.lines, player, f, view(this.c.lines));
+    this.drawHead(f);
+    this.drawQueues(f, pick);
+    this.drawWords(f, pick, paint, view(this.c.mask));
+    this.drawTable(f, pick);
+    this.drawBlockTable(f, pick, view(this.c.slots));
     this.drawGap(pick, f);
+    if (pick || hover.block >= 0) this.reveal();
+  }
+
+  /** Scrolls the selected sequence and block into sight. */
+  reveal() {
+    const row = this.table.querySelector(".mc-on"), box = this.table.parentElement, block = this.tablerow.querySelector(".mc-on"), line = this.tablerow;
+    if (row) box.scrollTop = clamp(box.scrollTop, row.offsetTop + row.offsetHeight - box.clientHeight, row.offsetTop - 26);
+    if (block) line.scrollLeft = clamp(line.scrollLeft, block.offsetLeft + block.offsetWidth - line.clientWidth + 8, block.offsetLeft - 90);
   }
 
   summary(f) {
@@ -659,7 +706,10 @@ class RunView {
 
   drawQueues(f, pick) {
     const { chip } = this, line = (label, items, none) => [h("span.label", {}, label), ...(items.length ? items : [h("span.none", {}, none)])];
-    const decoding = f.running.filter(([, total, done]) => total - done === 1), rest = f.running.filter(([, total, done]) => total - done !== 1);
+    const here = new Set(f.chunks.map((c) => c.r)), ready = f.running.filter(([, total, done]) => total - done === 1);
+    const decoding = ready.filter(([r]) => here.has(r)), out = ready.filter(([r]) => !here.has(r)), rest = f.running.filter(([, total, done]) => total - done !== 1);
+    const prompt = f.tokens - f.decodes;
+    this.share.replaceChildren(h("span.label", {}, "budget"), `${f.tokens} of ${f.budget} tokens`, h("span.none", {}, ` = ${f.decodes} decode + ${prompt} prompt`));
     this.counter.textContent = `${f.waiting.length} waiting · ${f.running.length} running`;
     this.waiting.replaceChildren(...line("waiting", f.waiting.map(([r, total]) => chip(r, ` ${total}`)), "nobody"));
     const bars = rest.map(([r, total, done]) => {
@@ -669,8 +719,8 @@ class RunView {
       bar.style.setProperty("--fill", this.app.paint.fill(r));
       return h("div.prompt", {}, chip(r), bar, h("span.num", {}, `${done}${now > done ? ` → ${now}` : ""} of ${total}`));
     });
-    this.running.replaceChildren(h("div.flow", {}, ...line("decoding", decoding.map(([r]) => chip(r)), "nobody")), ...(bars.length ? [h("div.label", {}, "prompts under way"), ...bars] : []));
-    const said = ["arrived", "admitted", "preempted", "finished"].filter((e) => f[e].length);
+    this.running.replaceChildren(h("div.flow", {}, ...line("decoding", decoding.map(([r]) => chip(r)), "nobody")), ...(out.length ? [h("div.flow.out", {}, ...line("left out of this step", out.map(([r]) => chip(r)), ""))] : []), ...(bars.length ? [h("div.label", {}, "prompts under way"), ...bars] : []));
+    const said = ["arrived", "admitted", "preempted", "aborted", "finished"].filter((e) => f[e].length);
     this.events.replaceChildren(h("span.label", {}, "in this step"), ...(said.length ? said.flatMap((e) => [h(`span.event.${e}`, {}, e), ...f[e].map((r) => chip(r))]) : [h("span.none", {}, "no change")]));
   }
 
@@ -684,8 +734,9 @@ class RunView {
     const row = this.hover.row >= 0 && this.hover.row < f.tokens ? this.hover.row : pick?.row ?? -1;
     this.count.textContent = `${f.tokens} rows · ${plural(f.rows.length, "sampled")} ◢`.replace("sampleds", "sampled");
     if (row < 0) {
-      const away = pick && pick.p >= 0;
-      this.word.textContent = away ? `${this.player.run.letters[pick.r]}'s token ${pick.p} ${pick.moment < 0 ? "was never computed" : `is not in this step: computed in step ${pick.moment}`}` : "Point at a token to read it, click to follow it.";
+      const away = pick && pick.p >= 0, longest = f.chunks.reduce((a, b) => (b.length > (a?.length ?? 1) ? b : a), null);
+      const said = longest ? this.player.run.tokens[longest.r].slice(longest.start, Math.min(longest.end, longest.start + 40)).map((id) => this.player.word(id)).join("") : "";
+      this.word.replaceChildren(h("div.text", {}, longest ? `${this.player.run.letters[longest.r]}: ${said}` : ""), h("div", {}, away ? `${this.player.run.letters[pick.r]}'s token ${pick.p} ${pick.moment < 0 ? "was never computed" : `is not in this step, but was computed in step ${pick.moment}`}` : "Point at a token to read it, click to follow it."));
       return drawMask(this.c.mask, view, null);
     }
     const n = f.cu.findIndex((end) => end > row) - 1, chunk = f.chunks[n], p = f.positions[row], { run } = this.player;
@@ -705,14 +756,12 @@ class RunView {
     const rows = f.chunks.map(({ r, start, end, length, flags }, n) => {
       const last = f.cu[n + 1] - 1, token = sampled.get(last);
       const tr = h("tr", {}, h("td", {}, this.chip(r)), cell(f.cu[n]), cell(length > 1 ? `${start}…${end - 1}` : start), cell(end),
-        cell(flags & LAST ? last : "–"), h("td.said", {}, token === undefined || token === null ? "" : this.player.word(token)));
+        cell(flags & LAST ? last : "–"), h("td.said", {}, token === undefined || token === null ? "" : `“${this.player.word(token)}”`));
       if (pick?.r === r) tr.className = "mc-on";
       return tr;
     });
     const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, t))));
     this.table.replaceChildren(head, h("tbody", {}, ...rows, h("tr", {}, cell(""), cell(f.tokens), cell(""), cell(""), cell(""), cell(""))));
-    const on = this.table.querySelector(".mc-on"), box = this.table.parentElement;
-    if (on) box.scrollTop = clamp(box.scrollTop, on.offsetTop + on.offsetHeight - box.clientHeight, on.offsetTop - 26);
   }
 
   drawBlockTable(f, pick, view) {
@@ -728,12 +777,8 @@ class RunView {
       sheet(this.c.slots, view.width, 24);
       return;
     }
-    this.tablerow.replaceChildren(h("span.label", {}, "table"), this.chip(r), ...table.map((b, k) => {
-      const el = h(b === block ? "span.block.on" : "span.block", { title: `logical block ${k} lies in block ${b}` }, String(b));
-      return el;
-    }));
-    const on = this.tablerow.querySelector(".mc-on");
-    if (on) this.tablerow.scrollLeft = clamp(this.tablerow.scrollLeft, on.offsetLeft + on.offsetWidth - this.tablerow.clientWidth + 8, on.offsetLeft - 90);
+    this.tablerow.replaceChildren(h("span.label", {}, "table"), this.chip(r), ...table.map((b, k) =>
+      h(b === block ? "span.block.on" : "span.block", { title: `logical block ${k} lies in block ${b}` }, String(b))));
     const k = table.indexOf(block), used = clamp(filled - k * B, 0, B), { paint, width } = view;
     const w = Math.min(24, width / B), c = sheet(this.c.slots, width, 24);
     for (let s = 0; s < B; s++) {
@@ -748,10 +793,10 @@ class RunView {
   }
 
   drawGap(pick, f) {
-    const gap = pick?.gap && this.player.run.gaps.find((g) => g[0] === pick.gap[0] && g[1] === pick.gap[1]);
+    const gap = pick?.gap && this.player.late[pick.gap[0]].get(pick.gap[1]);
     const parts = f.times.filter(([, t]) => t >= 5e-4).map(([name, t]) => `${name} ${ms(t * 1e6)}`).join(" · ");
     const many = this.player.run.gaps.length;
-    this.gapline.textContent = gap ? gap[3] : [parts && `this step: ${parts}`, many ? `${plural(many, "long gap")}: click one, or press n` : "no long gaps"].filter(Boolean).join(" · ");
+    this.gapline.textContent = gap ? gap[3] : [parts && `this step: ${parts}`, many ? `${plural(many, "long gap")}, n for the next` : "no long gaps"].filter(Boolean).join(" · ");
     this.gapline.classList.toggle("mc-alarm", Boolean(gap));
   }
 }
@@ -794,19 +839,20 @@ class App {
   places() { this.at = positions(this.players, this.state.sync); this.state.step = clamp(this.state.step, 0, this.at.length - 1); }
 
   bar() {
-    const button = (label, text, does, name) => h("button.button", { type: "button", "aria-label": label, title: label, "data-do": name ?? label, onclick: this.guard(does) }, text);
+    const { button } = this;
     const select = (label, options, does) => h("select.select", { "aria-label": label, title: label, onchange: this.guard((e) => does(e.target.value)) }, ...options.map(([text, value]) => h("option", { value }, text)));
     this.slider = h("input.slider", { type: "range", min: 0, max: this.at.length - 1, value: 0, "aria-label": "step", oninput: this.guard(() => this.go(Number(this.slider.value))) });
-    this.playing = button("play", "▶", () => this.play(), "play");
+    this.playing = button("play", "Play", () => this.play(), "play");
     this.where = h("span.where");
     const two = this.players.length > 1;
     const sync = two ? [select("how the runs go together", [["same moment", "time"], ["same step", "step"]], (v) => this.setSync(v)), button("first step in which the two differ", "first difference", () => this.firstDifference(), "differ")] : [];
     this.sync = sync[0];
-    return h("div.bar", {}, button("previous step", "◀", () => this.go(this.state.step - 1), "back"), this.playing, button("next step", "▶▏", () => this.go(this.state.step + 1), "next"),
+    return h("div.bar", {}, button("previous step", "◀", () => this.go(this.state.step - 1), "back"), button("next step", "▶", () => this.go(this.state.step + 1), "next"), this.playing,
       this.slider, this.where, select("speed of play", SPEEDS.map(([t], k) => [t, k]), (k) => (this.speed = Number(k))), ...sync,
-      button("fewer steps in the time line", "+", () => this.setZoom(0.5), "in"), button("more steps in the time line", "−", () => this.setZoom(2), "out"),
       button("Reset: first step, nothing selected", "Reset", () => this.reset(), "reset"), button("copy this state as Python", "Copy as code", () => this.copyCode(), "copy"));
   }
+
+  button = (label, text, does, name) => h("button.button", { type: "button", "aria-label": label, title: label, "data-do": name, onclick: this.guard(does) }, text);
 
   /** An error in a handler is shown, not lost. */
   guard(does) {
@@ -855,10 +901,9 @@ class App {
 
   /** Selects a long gap and goes to the step of its culprit. */
   pickGap(view, [r, k]) {
-    const gap = view.player.run.gaps.find((g) => g[0] === r && g[1] === k);
+    const gap = view.player.late[r].get(k);
     this.set({ selection: { gap: [view.player.run.ids[r], k] } });
     if (gap?.[2]) this.showStep(view, gap[2][1]);
-    if (gap) this.say(gap[3]);
   }
 
   /** The long gap after (or before) the one selected, in order of time. */
@@ -891,7 +936,7 @@ class App {
   play() {
     if (this.timer) return this.stop();
     if (this.state.step >= this.at.length - 1) this.go(0);
-    this.playing.textContent = "⏸";
+    this.playing.textContent = "Pause";
     this.playing.setAttribute("aria-label", "pause");
     const tick = () => {
       if (this.state.step >= this.at.length - 1) return this.stop();
@@ -904,7 +949,7 @@ class App {
   stop() {
     clearTimeout(this.timer);
     this.timer = 0;
-    this.playing.textContent = "▶";
+    this.playing.textContent = "Play";
     this.playing.setAttribute("aria-label", "play");
   }
 
@@ -932,24 +977,37 @@ class App {
     try { await navigator.clipboard.writeText(code); this.say(`copied: ${code}`); } catch { this.say(code); }
   }
 
-  /** The steps that the time line shows around step i. */
-  span(player, i) {
-    const room = Math.min(2 * this.zoom, player.n - 1), a = clamp(i - Math.floor(room / 2), 0, player.n - 1 - room);
-    return [a, a + room];
+  /** What each time line shows: {span: steps around the present one, range: from when to when}; by time, the same range. */
+  windows(steps) {
+    const spans = this.players.map((player, n) => {
+      const room = Math.min(2 * this.zoom, player.n - 1), a = clamp(steps[n] - Math.floor(room / 2), 0, player.n - 1 - room);
+      return [a, a + room];
+    });
+    const ranges = this.players.map((player, n) => [player.steps[spans[n][0]].start, player.steps[spans[n][1]].end]);
+    if (this.players.length === 1 || this.state.sync === "step") return spans.map((span, n) => ({ span, range: ranges[n] }));
+    const range = [Math.min(...ranges.map((r) => r[0])), Math.max(...ranges.map((r) => r[1]))];
+    return this.players.map(({ steps: all, n }) => {
+      const first = all.findIndex((s) => s.end > range[0]), after = all.findIndex((s) => s.start >= range[1]);
+      return { span: [first < 0 ? n - 1 : first, after < 0 ? n - 1 : Math.max(after - 1, 0)], range };
+    });
   }
 
   draw() { this.frame ||= requestAnimationFrame(this.guard(() => { this.frame = 0; if (!this.closed) this.render(); })); }
 
   render() {
     if (!this.root.clientWidth) return;
-    this.paint ??= new Paint(this.root, this.body.themes, this.body.hatches);
+    if (!this.paint) {
+      this.paint = new Paint(this.root, this.body.themes, this.body.hatches);
+      this.views.forEach((view) => view.measure());
+    }
     const { step, selection, sync } = this.state, steps = this.at[step];
     this.slider.max = this.at.length - 1;
     this.slider.value = step;
     this.slider.setAttribute("aria-valuetext", `step ${steps.join(" and ")}`);
     this.where.textContent = this.players.length > 1 ? `${step + 1} / ${this.at.length}` : "";
     if (this.sync) this.sync.value = sync;
-    this.views.forEach((view, n) => view.draw(steps[n], selection, this.paint, this.span(view.player, steps[n])));
+    const windows = this.windows(steps);
+    this.views.forEach((view, n) => view.draw(steps[n], selection, this.paint, windows[n]));
     this.root.dataset.step = step;
     this.root.dataset.selection = JSON.stringify(selection);
   }
