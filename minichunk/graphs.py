@@ -189,9 +189,17 @@ class Graphs:
 
     def run(self, bucket: Bucket, batch: PackedBatch | None) -> Tensor:
         """Logits [S, V] of the bucket, valid until the next run; the rows after the batch's own mean nothing."""
+        self.stage(bucket, batch)
+        return self.replay(bucket)
+
+    def stage(self, bucket: Bucket, batch: PackedBatch | None) -> None:
+        """Sends the batch's integers to the bucket's arrays on the device."""
         if bucket not in self.captured:
             self._capture(bucket)
         self._staging.send(bucket, batch, self._spare_slot)
+
+    def replay(self, bucket: Bucket) -> Tensor:
+        """Runs the graph over what was staged last."""
         self.captured[bucket].graph.replay()
         self.last = bucket
         return self.logits[: bucket.seqs]

@@ -6,6 +6,7 @@ The model sees one row [1, T] of tokens from many requests with their own positi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -62,7 +63,8 @@ class ModelRunner:
         compile: bool | Callable = False, merge: bool = False, buckets: tuple[list[Bucket], list[Bucket]] | None = None,
     ):  # fmt: skip
         parameter = next(model.parameters())
-        self.model, self.backend = model, backend
+        self.model = self._given = model
+        self.backend = backend
         self.device, self.dtype = parameter.device, parameter.dtype
         self.num_blocks, self.block_size = num_blocks, block_size
         backend.check(layers, block_size, self.dtype, self.device)
@@ -94,9 +96,8 @@ class ModelRunner:
     # --- how steps run ---------------------------------------------------------------------------------------------------
     def _compile(self, compiler: Callable | None, merge: bool) -> bool:
         """Compiles the layers and tries them on a short batch; on failure they stay as they are, and a note says so."""
-        plain = self.model
         try:
-            self.model = families.twin(plain)
+            self.model = families.twin(self._given)
             if merge:
                 groups = compiled.merge_projections(self.model)
                 self.notes.append(f"{groups} groups of projections merged")
@@ -105,7 +106,7 @@ class ModelRunner:
             chunk_logits(self, [[1] * 16], [[(0, 0, min(16, self.num_blocks * self.block_size))]])
             return True
         except compiled.failures() as error:
-            self.model = plain
+            self.model = self._given
             if self.graphs:
                 self.graphs.captured.clear()
             self.notes.append(f"layers not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
@@ -118,6 +119,12 @@ class ModelRunner:
         return Graphs(
             buckets, self._forward, self.backend.explain, logits, self.num_blocks * self.block_size, self.block_size
         )
+
+    def plain(self) -> ModelRunner:
+        """A runner over the same weights and pool that compiles and captures nothing."""
+        other = copy.copy(self)
+        other.model, other.graphs, other.compiled, other.notes = self._given, None, False, ["graphs off", "compile off"]
+        return other
 
     @property
     def mode(self) -> str:
