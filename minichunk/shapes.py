@@ -100,7 +100,8 @@ def _from_shape(shape: dict, device: torch.device, dtype: torch.dtype) -> PreTra
     """A model of this config with memory but no values in its weights, made directly on the device in the dtype."""
     config = AutoConfig.for_model(**shape)
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        # eager: some versions of transformers pick sdpa for Gemma2 by themselves, which leaves the soft cap out.
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     model.tie_weights()
     return model
 

@@ -276,6 +276,7 @@ def test_eos_is_where_generate_would_stop():
     own = tiny_model("llama")
     own.generation_config.eos_token_id = 7
     assert load(own).eos_token_ids == (7,)
+    assert load(own, tokenizer=tiny_tokenizer()).eos_token_ids == (7,)  # whatever the tokenizer says
     own.generation_config.eos_token_id = None
     assert load(own).eos_token_ids == (0, 2)  # the config's
     own.config.eos_token_id = None
