@@ -56,6 +56,8 @@ class Policy:
 
     prompt_share: prompt tokens take at most this share of a step's budget. may_cut: a prompt may be split into
     chunks. prompts_alone: a step holds prompts or decodes, never both.
+
+    Raises ValueError when the order leaves a phase out, or prompt_share does not lie between 0 and 1.
     """
 
     name: str
@@ -63,6 +65,12 @@ class Policy:
     prompt_share: float | None = None
     may_cut: bool = True
     prompts_alone: bool = False
+
+    def __post_init__(self):
+        if sorted(self.order) != ["decodes", "unfinished", "waiting"]:
+            raise ValueError(f"order must name decodes, unfinished and waiting once each, got {self.order!r}")
+        if self.prompt_share is not None and not 0 < self.prompt_share < 1:
+            raise ValueError(f"prompt_share must lie between 0 and 1, got {self.prompt_share}")
 
     def plan_step(
         self, running: Sequence[RequestView], waiting: Sequence[RequestView], budget: int, chunk_size: int | None
@@ -73,10 +81,10 @@ class Policy:
             phases["decodes" if request.is_decode else "unfinished"].append(request)
         left = budget
         prompt_left = budget if self.prompt_share is None else max(1, int(self.prompt_share * budget))
-        plan = []
+        plan, num_decodes = [], 0
         for phase in self.order:
-            if phase == "decodes" and self.prompts_alone and plan:
-                break
+            if self.prompts_alone and plan and (phase == "decodes") != (len(plan) == num_decodes):
+                continue
             for request in phases[phase]:
                 room, wanted = left if phase == "decodes" else min(left, prompt_left), request.num_left
                 length = min(wanted, chunk_size or wanted, room)
@@ -84,7 +92,9 @@ class Policy:
                     break  # the first that does not fit ends the phase: nobody overtakes
                 plan.append((request, length))
                 left -= length
-                if phase != "decodes":
+                if phase == "decodes":
+                    num_decodes += 1
+                else:
                     prompt_left -= length
         return plan
 
@@ -189,7 +199,7 @@ class Scheduler:
         """Asks the policy, and checks every pair."""
         views = [RequestView(r.id, r.num_tokens, r.num_computed, r.num_prompt_tokens, r.arrival) for r in self.running]
         queue = [RequestView(r.id, r.num_tokens, self._num_hit(r), r.num_prompt_tokens, r.arrival) for r in candidates]
-        pairs = self._plan_step(views, queue, self.max_batch_tokens, self.chunk_size)
+        pairs = self._plan_step(list(views), list(queue), self.max_batch_tokens, self.chunk_size)
         if isinstance(self.policy, Policy):
             live = {r.id: r for r in self.running} | {r.id: r for r in candidates}
             pairs = [(live[view.id], length) for view, length in pairs]
@@ -208,7 +218,8 @@ class Scheduler:
         total, seen, entered, checked = 0, set(), 0, []
         try:
             pairs = [(getattr(request, "id", request), length) for request, length in pairs]
-        except TypeError as error:
+            hash(tuple(id for id, _ in pairs))
+        except (TypeError, ValueError) as error:
             raise PlanRefused(f"plan_step must return a list of (request, length) pairs, got {pairs!r}") from error
         for id, length in pairs:
             if id not in live:
@@ -315,7 +326,7 @@ class Scheduler:
         """Returns a function that puts queues, tables and pool back as they are now (a learner's packer may fail)."""
         live = [*self.running, *self.waiting]
         state = [
-            (r, r.num_computed, r.table, list(r.table.block_ids) if r.table else None, r.metrics.preemptions)
+            (r, r.num_computed, r.table, list(r.table.block_ids) if r.table is not None else None, r.metrics.preemptions)
             for r in live
         ]
         queues = deque(self.waiting), list(self.running)
