@@ -28,7 +28,7 @@ Dao et al. 2023): m is the largest score so far, l the sum of exp(score - m), ac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -72,8 +72,8 @@ def append_kv_kernel(
 
 @triton.jit
 def plan_kernel(
-    cu_seqlens_q, seq_lens_k, items, total, num_seqs, target,
-    FEWEST_ROWS: tl.constexpr, MOST_ROWS: tl.constexpr, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr,
+    cu_seqlens_q, seq_lens_k, items, total, num_seqs, target, min_piece,
+    FEWEST_ROWS: tl.constexpr, MOST_ROWS: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence: it writes the items of its own tiles, knowing all sequences' sizes.
@@ -94,7 +94,7 @@ def plan_kernel(
 
     # The size of a piece, and how many pieces each tile of each sequence gets (rounded to the nearest).
     share = tl.sum(tiles.to(tl.int64) * span) // target + 1
-    piece = tl.maximum(MIN_PIECE, tl.cdiv(share, BLOCK_N) * BLOCK_N).to(tl.int32)
+    piece = tl.maximum(min_piece, tl.cdiv(share, BLOCK_N) * BLOCK_N).to(tl.int32)
     pieces = tl.minimum(tl.maximum((span + piece // 2) // piece, 1), span)
     count = tiles * pieces
 
@@ -136,7 +136,7 @@ def plan_kernel(
         tl.store(field + 3, position, mask=write)
         tl.store(field + 4, begin, mask=write)
         tl.store(field + 5, tl.where(part < parts, tl.minimum(stop, begin + step), begin), mask=write)
-        tl.store(field + 6, tl.where(parts > 1, slot + i, -1), mask=write)
+        tl.store(field + 6, tl.where((parts > 1) | (part >= parts), slot + i, -1), mask=write)
         tl.store(field + 7, tl.where(part == 0, parts, 0), mask=write)
 
 
@@ -148,7 +148,7 @@ def attend_keys(
     q, m, l, acc, begin, end, stop, position, scale, softcap, table, k_base, v_base,
     k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """The tile's rows meet keys begin … end-1, BLOCK_N at a time. MASKED: some rows may not see some of them."""
     d = tl.arange(0, BLOCK_D)
@@ -156,9 +156,9 @@ def attend_keys(
         key = start + tl.arange(0, BLOCK_N)
         # slot(p) = block_ids[p // block_size] * block_size + p % block_size
         if MASKED:
-            block = tl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0).to(tl.int64)
+            block = tl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0).to(OFFSET)
         else:
-            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+            block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
         place = key % BLOCK_SIZE
         k_at = k_base + (block * k_stride_block + place * k_stride_slot)[None, :] + d[:, None]  # [D, N]
         v_at = v_base + (block * v_stride_block + place * v_stride_slot)[:, None] + d[None, :]  # [N, D]
@@ -202,7 +202,7 @@ def attention_kernel(
     scale, softcap, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One item and one KV head: BLOCK_M lines (token, head of the group) against keys begin … end-1."""
@@ -212,8 +212,6 @@ def attention_kernel(
     field = items + item * 8
     sequence, row, rows, first = tl.load(field), tl.load(field + 1), tl.load(field + 2), tl.load(field + 3)
     begin, end, slot, pieces = tl.load(field + 4), tl.load(field + 5), tl.load(field + 6), tl.load(field + 7)
-    if end <= begin:
-        return
 
     line = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -244,17 +242,17 @@ def attention_kernel(
         m, l, acc = attend_keys(
             q, m, l, acc, begin, open_from, stop, position, scale, softcap, table, k_base, v_base,
             k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-            True, WINDOW, SOFTCAP, PRECISION, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
+            True, WINDOW, SOFTCAP, PRECISION, OFFSET, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
         )  # fmt: skip
     m, l, acc = attend_keys(
         q, m, l, acc, open_from, open_to, stop, position, scale, softcap, table, k_base, v_base,
         k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        False, WINDOW, SOFTCAP, PRECISION, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
+        False, WINDOW, SOFTCAP, PRECISION, OFFSET, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
     )  # fmt: skip
     m, l, acc = attend_keys(
         q, m, l, acc, open_to, end, stop, position, scale, softcap, table, k_base, v_base,
         k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        True, WINDOW, SOFTCAP, PRECISION, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
+        True, WINDOW, SOFTCAP, PRECISION, OFFSET, BLOCK_SIZE, BLOCK_N, BLOCK_D, HEAD_DIM,
     )  # fmt: skip
 
     if slot < 0:
@@ -317,15 +315,16 @@ class Tile:
     stages: int
     fill: int
     min_piece: int = 256  # keys: a shorter piece costs more to start and to merge than it saves
+    registers: int | None = None  # a thread's at most, so that more programs fit on a multiprocessor
 
 
 def default_tiles(dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile]:
     """(prompt, decode) shapes, chosen on an H200 (docs/kernels.md)."""
     if dtype == torch.float32:  # exact products on the plain units: small tiles, or the registers overflow
-        return (Tile(32, 32, 4, 2, 2), Tile(16, 32, 4, 2, 4)) if head_dim <= 128 else (Tile(16, 16, 4, 2, 2),) * 2
+        return Tile(32 if head_dim <= 128 else 16, 16, 4, 2, 2), Tile(16, 16, 4, 2, 4)
     if head_dim > 128:
-        return Tile(64, 64, 4, 2, 1), Tile(16, 32, 4, 3, 4)
-    return Tile(128, 64, 8, 3, 1), Tile(16, 64, 4, 3, 4)
+        return Tile(64, 32, 4, 3, 1), Tile(16, 32, 4, 3, 4)
+    return Tile(128, 64, 8, 3, 1, registers=128), Tile(16, 64, 2, 3, 4)
 
 
 @dataclass(slots=True)
@@ -343,6 +342,7 @@ class TritonAttention:
     follow the card, the dtype and the head size."""
 
     name = "triton"
+    graph_safe = True  # what it launches depends on the bucket alone
 
     def __init__(self, num_sms: int | None = None, tiles: tuple[Tile, Tile] | None = None, overlap: bool = True):
         self._num_sms, self._tiles, self._overlap = num_sms, tiles, overlap
@@ -407,7 +407,9 @@ class TritonAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         launches = [(out, query, key_cache, value_cache, meta.block_tables, work, layer, sinks) for work in works]
         if len(launches) == 2 and self._overlap and query.is_cuda:
-            side = self._side.setdefault(query.device, torch.cuda.Stream(query.device))
+            if query.device not in self._side:
+                self._side[query.device] = torch.cuda.Stream(query.device)
+            side = self._side[query.device]
             parts = [partials(work, layer, query) for work in works]  # from the main stream's memory: it waits below
             side.wait_stream(torch.cuda.current_stream())
             paged_attention(*launches[0], parts[0])
@@ -432,11 +434,10 @@ class TritonAttention:
             torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 4
         )
         few = decode.lines // group  # sequences of up to this many rows go in the decode shape
-        works = []
+        works = [make_work(meta, decode, layer, num_sms, min(seqs, tokens), 1, few)]
         if meta.max_seqlen_q > few:
             most_tiles = tokens // (prompt.lines // group) + min(seqs, tokens // (few + 1))
             works.append(make_work(meta, prompt, layer, num_sms, most_tiles, few + 1, 0))
-        works.append(make_work(meta, decode, layer, num_sms, min(seqs, tokens), 1, few))
         shapes = " + ".join(f"{w.tile.lines}×{w.tile.keys}" for w in works)
         self._last = (
             f"triton: {tokens} rows of {seqs} sequences, tiles {shapes} (lines × keys), "
@@ -448,7 +449,7 @@ class TritonAttention:
 def _fit(tile: Tile, group: int) -> Tile:
     """A tile holds at least one row of the whole group."""
     lines = max(tile.lines, triton.next_power_of_2(group))
-    return tile if lines == tile.lines else Tile(lines, tile.keys, tile.warps, tile.stages, tile.fill, tile.min_piece)
+    return replace(tile, lines=lines)
 
 
 def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -474,8 +475,8 @@ def make_work(
     items = torch.empty((most_tiles + target, ITEM), dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     plan_kernel[(seqs,)](
-        meta.cu_seqlens_q, meta.seq_lens_k, items, total, seqs, target,
-        FEWEST_ROWS=fewest_rows, MOST_ROWS=most_rows, WINDOW=layer.sliding_window or 0, MIN_PIECE=tile.min_piece,
+        meta.cu_seqlens_q, meta.seq_lens_k, items, total, seqs, target, tile.min_piece,
+        FEWEST_ROWS=fewest_rows, MOST_ROWS=most_rows, WINDOW=layer.sliding_window or 0,
         BLOCK_Q=tile.lines // group, BLOCK_N=tile.keys, SEQS=triton.next_power_of_2(seqs), LANES=64, num_warps=4,
     )  # fmt: skip
     return Work(tile, items, total, 2 * target)
@@ -498,13 +499,15 @@ def paged_attention(
     grid = (layer.num_kv_heads, work.items.shape[0])
     block_d = triton.next_power_of_2(max(layer.head_dim, 16))
     cap = layer.softcap
+    small = max(key_cache.stride(0) * key_cache.shape[0], value_cache.stride(0) * value_cache.shape[0]) < 2**31
     attention_kernel[grid](
         query, key_cache, value_cache, out, *parts, work.items, work.total, block_tables, query if sinks is None else sinks,
         layer.scale * LOG2E, cap or 0.0, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0),
         GROUP=group, HEAD_DIM=layer.head_dim, BLOCK_SIZE=key_cache.shape[1], WINDOW=layer.sliding_window or 0,
-        SOFTCAP=bool(cap), SINKS=sinks is not None, PRECISION="ieee", BLOCK_M=tile.lines, BLOCK_N=tile.keys, BLOCK_D=block_d,
-        num_warps=tile.warps, num_stages=tile.stages,
+        SOFTCAP=bool(cap), SINKS=sinks is not None, PRECISION="ieee",
+        OFFSET=tl.int32 if small else tl.int64, BLOCK_M=tile.lines, BLOCK_N=tile.keys, BLOCK_D=block_d,
+        num_warps=tile.warps, num_stages=tile.stages, **({"maxnreg": tile.registers} if tile.registers else {}),
     )  # fmt: skip
     merge_kernel[grid](
         out, *parts, work.items, work.total, out.stride(0), out.stride(1),
