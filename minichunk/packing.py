@@ -61,8 +61,8 @@ _place = place  # under a name that PackedBatch.build's argument does not hide
 def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple[np.ndarray, ...]:
     """What `pack_tokens` and `place` say, in PackedBatch's order and dtypes, without a loop over tokens."""
     count = len(chunks)
-    starts = np.fromiter([c.start for c in chunks], np.int64, count)
-    lengths = np.fromiter([c.length for c in chunks], np.int64, count)
+    requests, first, rows, is_last, _ = zip(*chunks)
+    starts, lengths = np.array(first, np.int64), np.array(rows, np.int64)
     ends = starts + lengths
     cu_seqlens_q = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
@@ -71,15 +71,14 @@ def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple
     for row, table, used in zip(block_tables, tables, num_blocks):
         row[:used] = table.as_array(used) if hasattr(table, "as_array") else table[:used]
     if cu_seqlens_q[-1] == count:  # one token each: decodes
-        token_ids = np.fromiter([c.request.token_ids[c.start] for c in chunks], np.int64, count)
+        token_ids = np.array([request.token_ids[start] for request, start in zip(requests, first)], np.int64)
         seqs, positions = np.arange(count), starts
     else:
         token_ids = np.array([token for c in chunks for token in c.token_ids], np.int64)
         seqs = np.repeat(np.arange(count), lengths)
         positions = np.arange(len(seqs)) + (starts - cu_seqlens_q[:-1])[seqs]
     slots = block_tables[seqs, positions // block_size] * np.int64(block_size) + positions % block_size
-    is_last = np.fromiter([c.is_last for c in chunks], bool, count)
-    logits_rows = cu_seqlens_q[1:][is_last] - 1
+    logits_rows = cu_seqlens_q[1:][np.array(is_last)] - 1
     return token_ids, positions, cu_seqlens_q.astype(np.int32), ends.astype(np.int32), logits_rows, block_tables, slots
 
 
@@ -223,6 +222,8 @@ def _short(values, most: int = 8) -> str:
 def _rectangle(rows) -> np.ndarray:
     """Ragged block lists as int32 [S, max], filled with 0."""
     if isinstance(rows, np.ndarray):
+        if rows.ndim != 2:
+            raise ValueError(f"block_tables must have two dimensions, got shape {rows.shape}")
         return rows.astype(np.int32)
     out = np.zeros((len(rows), max((len(r) for r in rows), default=0)), dtype=np.int32)
     for i, row in enumerate(rows):

@@ -27,6 +27,7 @@ class _Part:
     query_len: int
     seq_lens: Tensor  # int64 [n]
     max_len: int
+    padding: Tensor  # int64: gathered keys, counted through all sequences, that lie behind a sequence's last
     masks: dict  # sliding window (or None) → bool mask [n, 1, q, max_len], or None where every key is visible
 
 
@@ -59,6 +60,7 @@ class TorchAttention:
             blocks = batch.block_tables[group, : -(-longest // batch.block_size)].reshape(-1)
             rows = torch.cat([torch.arange(int(starts[i]), int(starts[i]) + query_len) for i in group])
             lens = torch.from_numpy(seq_lens[group].astype("int64"))
+            behind = torch.arange(-(-longest // batch.block_size) * batch.block_size) >= lens[:, None]
             self._parts.append(
                 _Part(
                     rows.to(device),
@@ -67,6 +69,7 @@ class TorchAttention:
                     query_len,
                     lens.to(device),
                     longest,
+                    behind.flatten().nonzero()[:, 0].to(device) if len(group) > 1 else lens.new_empty(0).to(device),
                     {},
                 )
             )
@@ -82,11 +85,7 @@ class TorchAttention:
         group = layer.num_heads // layer.num_kv_heads
         for part in self._parts:
             n, rows = part.num_seqs, part.query_len
-            # [n, keys, kv_heads, d] → [n, kv_heads, 1, keys, d]
-            k = key_cache.index_select(0, part.blocks).view(n, -1, layer.num_kv_heads, layer.head_dim)
-            v = value_cache.index_select(0, part.blocks).view(n, -1, layer.num_kv_heads, layer.value_dim)
-            k = k[:, : part.max_len].permute(0, 2, 1, 3)[:, :, None]
-            v = v[:, : part.max_len].permute(0, 2, 1, 3)[:, :, None]
+            k, v = (self._gather(part, cache) for cache in (key_cache, value_cache))
             # Head h reads kv head h // group: [n, kv_heads, group, rows, d].
             q = query[part.rows].view(n, rows, layer.num_kv_heads, group, layer.head_dim).permute(0, 2, 3, 1, 4)
             mask = self._mask(part, layer.sliding_window)
@@ -101,6 +100,15 @@ class TorchAttention:
                 result = result.permute(2, 0, 1, 3).reshape(rows, layer.num_heads, layer.value_dim)
             out[part.rows] = result
         return out
+
+    @staticmethod
+    def _gather(part: _Part, cache: Tensor) -> Tensor:
+        """A part's keys or values, a copy: [n, kv_heads, 1, max_len, d]. Behind a sequence's last token come zeros: what
+        others left there may be NaN, and a weight of 0 would not hide it."""
+        found = cache.index_select(0, part.blocks).flatten(0, 1)
+        if part.padding.numel():
+            found.index_fill_(0, part.padding, 0)
+        return found.view(part.num_seqs, -1, *cache.shape[2:])[:, : part.max_len].permute(0, 2, 1, 3)[:, :, None]
 
     def _mask(self, part: _Part, window: int | None) -> Tensor | None:
         """bool [n, 1, q, keys]: row i of q sees keys up to seq_len - q + i, and `window` of them at most."""
