@@ -197,9 +197,9 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make he
 
 
 def make(*arguments):
-    return subprocess.run(
-        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""}
-    )
+    """Runs make as from a shell, though these tests may themselves run under `make test`."""
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, env=own)
 
 
 @needs_make
