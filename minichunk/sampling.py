@@ -60,7 +60,7 @@ def choose(logits: Tensor, requests: Sequence[Request], greedy: Tensor | None = 
     if any(p.repetition_penalty != 1 for p in params):
         logits, greedy = _penalised(logits, requests), None
     chosen = logits.argmax(dim=-1) if greedy is None else greedy
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    drawn = [i for i, p in enumerate(params) if p.temperature > COLDEST]
     for draw, rows in (
         (_draw, [i for i in drawn if not params[i].top_k and params[i].top_p == 1]),
         (_draw_likely, [i for i in drawn if params[i].top_k or params[i].top_p < 1]),
@@ -91,6 +91,7 @@ def _penalised(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits
 
 
+COLDEST = 1e-6  # below it a draw is greedy: dividing by less could leave float32's range
 BLOCK = 128  # tokens whose weights are summed first
 
 
@@ -138,5 +139,6 @@ def _draw_likely(logits: Tensor, params: Sequence, u: list[float]) -> Tensor:
     cumulative = probs.cumsum(-1)
     point = column(u, torch.float64) * cumulative[:, -1:]
     place = torch.searchsorted(cumulative, point, right=True)
-    place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # rounding must not reach a dropped token
+    # Rounding must not reach a dropped token; a row of NaN keeps none, and must not point outside.
+    place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     return order.gather(-1, place).squeeze(-1)
