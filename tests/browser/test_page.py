@@ -1,0 +1,83 @@
+"""The saved page: from a file, with the network off."""
+
+import json
+
+import pytest
+from conftest import errors, picture, until
+from selenium.webdriver import ActionChains, Keys
+from toyrun import toy_run
+
+from minichunk.lab import scrubber
+from minichunk.lab.html import to_html
+
+ROOT = "document.getElementById('scrubber')"
+
+
+@pytest.fixture
+def offline(driver):
+    driver.execute_cdp_cmd("Network.enable", {})
+    off = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", {"offline": True, **off})
+    yield driver
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", {"offline": False, **off})
+
+
+def color_scheme(driver, scheme):
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+
+
+def shown(driver):
+    return driver.execute_script(f"return {ROOT}.dataset.step")
+
+
+def test_the_saved_page_works_from_a_file_without_a_network(offline, tmp_path):
+    driver, run = offline, toy_run()
+    driver.get(to_html(run, tmp_path / "run.html").as_uri())
+    until("the scrubber is drawn", lambda: shown(driver) == "0")
+    root = driver.find_element("id", "scrubber")
+    root.find_element("css selector", ".mc-head").click()
+    keys = lambda *k: ActionChains(driver).send_keys(*k).perform()  # noqa: E731
+    driver.execute_script(f"{ROOT}.focus()")
+    keys(Keys.ARROW_RIGHT * 4)
+    until("step 4", lambda: shown(driver) == "4")
+    assert "step 4 of 23" in root.text and "128 of 128 tokens" in root.text
+    keys(Keys.END)
+    until("the last step", lambda: shown(driver) == "22")
+    keys(Keys.HOME)
+    until("the first step", lambda: shown(driver) == "0")
+    # the frames are Python's, in this browser too
+    for i in (0, 4, 5, 22, 3):
+        got = driver.execute_script(
+            f"const f = {ROOT}.mcApp.players[0].frame(arguments[0]); return [f.cu, f.lens, f.slots, [...f.pool], f.wasted]",
+            i,
+        )
+        f = scrubber.frame(run, i)
+        pool = [{"empty": -1, "cached": -2}[b] if isinstance(b, str) else b[0] for b in f["pool"]]
+        assert got == [f["cu_seqlens_q"], f["seq_lens_k"], f["slots"], pool, f["wasted"]], i
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert errors(driver) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_runs_and_a_gap_in_light_and_dark(offline, tmp_path, scheme):
+    driver = offline
+    color_scheme(driver, scheme)
+    pair = toy_run(), toy_run(policy="prefill_first", budget=512)
+    driver.get(to_html(pair, tmp_path / "two.html").as_uri())
+    until("the scrubber is drawn", lambda: shown(driver) == "0")
+    assert driver.execute_script(f"return {ROOT}.mcApp.paint.dark") is (scheme == "dark")
+    driver.execute_script(f"{ROOT}.focus()")
+    ActionChains(driver).send_keys("n").perform()
+    until("a gap is selected", lambda: "gap" in driver.execute_script(f"return {ROOT}.dataset.selection"))
+    id, k = json.loads(driver.execute_script(f"return {ROOT}.dataset.selection"))["gap"]
+    assert scrubber.gaps.explain(pair[0], id, k) in driver.find_element("id", "scrubber").text
+    who = scrubber.gaps.culprit(pair[0], id, k)
+    assert driver.execute_script(f"return {ROOT}.mcApp.views[0].f.step") == who["step"]
+    small = driver.execute_script(
+        f"return [...{ROOT}.querySelectorAll('*')].filter((e) => e.childNodes.length && [...e.childNodes].some((n) => n.nodeType === 3"
+        " && n.textContent.trim()) && parseFloat(getComputedStyle(e).fontSize) < 14).map((e) => e.outerHTML.slice(0, 80))"
+    )
+    assert small == []
+    picture(driver, f"page-two-{scheme}")
+    color_scheme(driver, "light")
