@@ -56,9 +56,9 @@ class Detokenizer:
         longest = max((len(s) for s in self._stop), default=0)
         start = max(0, len(self._decoded) - longest + 1)
         self._decoded += piece
-        found = [at for at in (self._decoded.find(s, start) for s in self._stop) if at >= 0]
-        if found:
-            self._decoded, self.stopped = self._decoded[: min(found)], True
+        found = [(at + len(s), at) for s in self._stop if (at := self._decoded.find(s, start)) >= 0]
+        if found:  # the one complete first, as if the text had come character by character
+            self._decoded, self.stopped = self._decoded[: min(found)[1]], True
 
     def _pending_stop(self) -> int:
         """Length of the longest tail of the text that could still become a stop string."""
