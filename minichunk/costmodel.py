@@ -216,6 +216,7 @@ class Work:
     samples: int
     pairs: int
     keys: int
+    sequences: int = 0
     window_pairs: int = 0
     window_keys: int = 0
 
@@ -229,10 +230,11 @@ def work(chunks: Iterable, window: int | None = None, row_tile: int | None = Non
     """
     if isinstance(chunks, Work):
         return chunks
-    tokens = samples = pairs = keys = window_pairs = window_keys = 0
+    tokens = samples = pairs = keys = sequences = window_pairs = window_keys = 0
     for chunk in chunks:
         start, length, sampled = _parts(chunk)
         reads = 1 if row_tile is None else -(-length // row_tile)
+        sequences += 1
         tokens += length
         samples += sampled
         pairs += length * start + length * (length + 1) // 2
@@ -241,7 +243,7 @@ def work(chunks: Iterable, window: int | None = None, row_tile: int | None = Non
             whole = min(max(window - start, 0), length)  # tokens that still see all before them
             window_pairs += whole * start + whole * (whole + 1) // 2 + (length - whole) * window
             window_keys += reads * min(start + length, window + length - 1)
-    return Work(tokens, samples, pairs, keys, window_pairs, window_keys)
+    return Work(tokens, samples, pairs, keys, sequences, window_pairs, window_keys)
 
 
 def _parts(chunk) -> tuple[int, int, bool]:
@@ -410,7 +412,9 @@ class Efficiency:
 
     compute, memory: share of peak and of bandwidth, for linear layers (`linear_*`), attention, and the rest (memory only).
     knee: near the ridge neither side hides the other fully: t = (t_compute^knee + t_memory^knee)^(1/knee); inf is max().
-    overhead: seconds a step that no operator explains (launches, scheduling, sampling). link: share of link bandwidth.
+    launch: seconds that each operator of each layer adds. overhead: seconds a step that no operator explains
+    (scheduling, packing, sampling), and per_request: such seconds for each request in the step. link: share of link
+    bandwidth that an all-reduce reaches.
     tile: GEMM row tile in tokens (padded rows cost like real ones), or (rows, columns), which counts whole waves.
     """
 
@@ -421,18 +425,25 @@ class Efficiency:
     other_memory: float = 1.0
     link: float = 1.0
     knee: float = math.inf
+    launch: float = 0.0
     overhead: float = 0.0
+    per_request: float = 0.0
     tile: int | tuple[int, int] = 1
 
     def __post_init__(self):
-        for name in (f.name for f in fields(self) if f.name not in ("overhead", "tile")):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.overhead < 0 or self.knee < 1:
-            raise ValueError(f"overhead must be ≥ 0 and knee ≥ 1, got {self.overhead} and {self.knee}")
+        for name in (f.name for f in fields(self) if f.name != "tile"):
+            value = getattr(self, name)
+            if not (value >= 0 if name in _SECONDS else value > 0):
+                raise ValueError(f"{name} must be {'at least' if name in _SECONDS else 'above'} 0, got {value}")
+        if self.knee < 1:
+            raise ValueError(f"knee must be at least 1 (compute and memory one after the other), got {self.knee}")
 
 
+_SECONDS = ("launch", "overhead", "per_request")
 ROOF = Efficiency()
+# Fitted on published A100 timings, see docs/simulator.md: layers on Vidur's (MLSys'24), attention on Sarathi-Serve's
+# (OSDI'24). The 3 ms of overhead is an assumption; `fit` replaces all of it by measurements of your own GPU.
+TYPICAL = Efficiency(0.67, 0.83, 0.24, 0.8, knee=2.4, launch=8e-6, overhead=3e-3)
 
 
 @dataclass(frozen=True)
@@ -492,11 +503,14 @@ class CostModel:
                     "compute_s": compute,
                     "memory_s": memory,
                     "comm_s": comm,
-                    "seconds": comm + self._join(compute, memory),
+                    "seconds": self._together(op, compute, memory, comm),
                     "bound": bound,
                 }  # fmt: skip
             )
         return rows
+
+    def _together(self, op: Operator, compute: float, memory: float, comm: float) -> float:
+        return self._join(compute, memory) + comm + op.repeats * self.efficiency.launch
 
     def _join(self, compute: float, memory: float) -> float:
         knee = self.efficiency.knee
@@ -510,11 +524,16 @@ class CostModel:
         w = work(chunks, self.shape.window)
         if not w.tokens:
             return 0.0
-        sides = [self.sides(op) for op in operators(self.shape, w, self.tp)]
+        return self.seconds_of(operators(self.shape, w, self.tp), w)
+
+    def seconds_of(self, ops: Sequence[Operator], w: Work) -> float:
+        """Seconds of these operators, and what the step costs beside them."""
+        e, sides = self.efficiency, [self.sides(op) for op in ops]
+        beside = e.overhead + w.sequences * e.per_request
         if self.overlapped:
             compute, memory, comm = (sum(side) for side in zip(*sides))
-            return self._join(compute, memory) + comm + self.efficiency.overhead
-        return sum(self._join(compute, memory) + comm for compute, memory, comm in sides) + self.efficiency.overhead
+            return self._join(compute, memory) + comm + sum(op.repeats for op in ops) * e.launch + beside
+        return sum(self._together(op, *side) for op, side in zip(ops, sides)) + beside
 
     def utilisation(self, chunks: Iterable | Work) -> tuple[float, float]:
         """(MFU, MBU): share of peak FLOP/s and of bandwidth that the step reaches."""
@@ -558,7 +577,7 @@ def overlapped_roof(model: str | ModelShape, chunks: Iterable | Work, gpu: str |
 # --- calibration ----------------------------------------------------------------------------------------------------------
 
 _LEARNABLE = (
-    "linear_compute", "linear_memory", "attention_compute", "attention_memory", "other_memory", "link", "knee", "overhead",
+    "linear_compute", "linear_memory", "attention_compute", "attention_memory", "other_memory", "link", "knee", *_SECONDS,
 )  # fmt: skip
 
 
@@ -590,7 +609,7 @@ class Fit:
 
 def fit(
     model: CostModel,
-    measured: Sequence[tuple[Any, float]],
+    measured: Sequence[tuple],
     learn: Sequence[str] = ("linear_compute", "linear_memory", "attention_compute", "attention_memory", "overhead"),
     only: Sequence[str] | None = None,
     rounds: int = 60,
@@ -599,24 +618,29 @@ def fit(
 
     measured: [(chunks, seconds), …]. learn: names in Efficiency; one that no measurement depends on keeps its value.
     only: operator names the measurement covers (e.g. ("qkv", "o", "mlp") for linear layers timed alone), None for all.
+    A measured step may bring its own model, (chunks, seconds, model), e.g. of another tp: it gets the same efficiencies.
     Levenberg–Marquardt over the logarithms, numeric derivatives: the roof has kinks, but few parameters.
     """
     unknown = set(learn) - set(_LEARNABLE)
     if unknown:
         raise ValueError(f"cannot learn {', '.join(sorted(unknown))}; there are {', '.join(_LEARNABLE)}")
-    if len(measured) < 1 or any(not seconds > 0 for _, seconds in measured):
+    if len(measured) < 1 or any(not m[1] > 0 for m in measured):
         raise ValueError(f"fit needs measured steps with seconds above 0, got {len(measured)}")
-    steps = [work(chunks, model.shape.window) for chunks, _ in measured]
-    wanted = np.array([seconds for _, seconds in measured])
+    models = [m[2] if len(m) > 2 else model for m in measured]
+    steps = [work(m[0], of.shape.window) for m, of in zip(measured, models)]
+    wanted = np.array([m[1] for m in measured])
 
     def ratios(values):
         e = replace(model.efficiency, **{name: _bounded(name, v) for name, v in zip(learn, values)})
-        trial = replace(model, efficiency=e)
-        return trial, np.array([_seconds(trial, w, only) for w in steps]) / wanted
+        predicted = [_seconds(replace(of, efficiency=e), w, only) for w, of in zip(steps, models)]
+        return replace(model, efficiency=e), np.array(predicted) / wanted
 
     start = replace(model.efficiency, knee=min(model.efficiency.knee, 8.0)) if "knee" in learn else model.efficiency
-    smallest = wanted.min() * 1e-3
-    values = np.array([math.log(max(getattr(start, n), smallest if n == "overhead" else 0)) for n in learn])
+    calls = sum(op.repeats for op in operators(model.shape, steps[0], model.tp))
+    smallest = {"overhead": wanted.min() / 1e3, "per_request": wanted.min() / 1e4, "launch": wanted.min() / 1e3 / calls}
+    values = np.array(
+        [math.log(max(getattr(start, n), smallest[n]) if n in _SECONDS else getattr(start, n)) for n in learn]
+    )
     trial, now = ratios(values)
     damping, used = 1e-2, np.zeros(len(learn), bool)
     for _ in range(rounds):
@@ -638,7 +662,7 @@ def fit(
 
 def _bounded(name: str, log_value: float) -> float:
     value = math.exp(min(max(log_value, -30), 30))
-    if name == "overhead":
+    if name in _SECONDS:
         return value
     return min(max(value, 1.0), 64.0) if name == "knee" else min(max(value, 0.01), 1.0)
 
@@ -646,8 +670,7 @@ def _bounded(name: str, log_value: float) -> float:
 def _seconds(model: CostModel, w: Work, only: Sequence[str] | None) -> float:
     if only is None:
         return model.seconds(w)
-    sides = (model.sides(op) for op in operators(model.shape, w, model.tp) if op.name in only)
-    return sum(model._join(compute, memory) + comm for compute, memory, comm in sides) + model.efficiency.overhead
+    return model.seconds_of([op for op in operators(model.shape, w, model.tp) if op.name in only], w)
 
 
 def efficiency_from(values: dict) -> Efficiency:

@@ -396,7 +396,7 @@ def capacity(
 ) -> Capacity:
     """Highest Poisson rate with P99 TBT ≤ `slo` seconds and median queueing ≤ 2 s, to within `tolerance` (relative).
 
-    Doubles the rate from `low` until one fails, then halves the interval. workers: processes (default: all cores, 1 runs
+    Doubles the rate from `low` until one fails, then halves the interval; ValueError when none does. workers: processes (default: all cores, 1 runs
     here); with three or more, the two possible next middles are tried beside each middle. The result does not depend
     on how many there are. A policy or cost of your own runs in this process: another one may not find its code. A script
     that asks for more than one needs `if __name__ == "__main__":` around the call.
@@ -426,6 +426,10 @@ def capacity(
                 bad = failed
                 break
             bad = ladder[-1] * 2
+            if len(requests) / bad < 1e-3:
+                raise ValueError(
+                    f"even {len(requests)} requests at once keep the objective: give more requests, or a tighter SLO"
+                )
         while good and bad / good > 1 + tolerance:
             middle = (good * bad) ** 0.5
             verdicts([middle] if workers < 3 else [middle, (good * middle) ** 0.5, (middle * bad) ** 0.5])

@@ -330,16 +330,15 @@ def sample(name: str, n: int, seed: int = 0, max_total: int | None = None) -> li
 
 def listing() -> list[dict]:
     """A row per workload: name, count, P50/P90/P99 of prompt and output, rate and gap CV (None without), licence, origin."""
-    rows = []
-    for name, s in summaries().items():
-        row = {"name": name, "count": s["n"]}
-        for side in ("prompt", "output"):
-            for percent in (50, 90, 99):
-                row[f"{side}_p{percent}"] = s[side][QUANTILES.index(percent)]
-        rows.append(
-            row | {"rate": s.get("rate"), "gap_cv": s.get("gap_cv"), "licence": s["licence"], "origin": s["origin"]}
-        )
-    return rows
+    return [listing_row(name, summary) for name, summary in summaries().items()]
+
+
+def listing_row(name: str, summary: dict) -> dict:
+    row = {"name": name, "count": summary["n"]}
+    for side in ("prompt", "output"):
+        for percent in (50, 90, 99):
+            row[f"{side}_p{percent}"] = summary[side][QUANTILES.index(percent)]
+    return row | {key: summary.get(key) for key in ("rate", "gap_cv", "licence", "origin")}
 
 
 def load(trace: str | Path, n: int | None = None, seed: int = 0) -> list[TraceRequest]:

@@ -263,6 +263,11 @@ def test_stopping_early_does_not_change_the_verdict():
         assert probe(requests, slow, 0.05, rate, policy="prefill_first").passed == expected
 
 
+def test_too_few_requests_to_find_a_limit():
+    with pytest.raises(ValueError, match="even 3 requests at once keep the objective"):
+        capacity([TraceRequest(0.0, 10, 5)] * 3, COST, slo=1.0, workers=1)
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_capacity_is_the_same_with_processes(workers):
     requests = workloads.sample("azure-conv", 12)
