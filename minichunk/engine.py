@@ -377,7 +377,8 @@ class Engine:
             batch = PackedBatch.build(
                 plan.chunks, [c.request.table for c in plan.chunks], self.block_size, self._pack, self._place
             )
-            self.runner.check_ranges(batch)
+            if self._undoable:
+                self.runner.check_ranges(batch)
         except BaseException:
             if undo:
                 undo()

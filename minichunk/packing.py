@@ -113,7 +113,7 @@ class PackedBatch:
 
         Without a learner's own parts the same integers come from `_arrays`, a whole array at a time.
         """
-        if pack is pack_tokens and place is _place:
+        if chunks and pack is pack_tokens and place is _place:
             return cls(list(chunks), block_size, *_arrays(chunks, tables, block_size))
         token_ids, positions, cu_seqlens_q, seq_lens_k, logits_rows = pack(chunks)
         block_tables, slot_mapping = place(chunks, tables, block_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -159,6 +159,11 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_decode(self) -> bool:
+        """Its next chunk is a decode: one token left, and that one was generated."""
+        return len(self.token_ids) - self.num_computed == 1 and self.num_computed >= self.num_prompt_tokens
+
+    @property
     def prompt_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 
@@ -172,8 +177,7 @@ class Request:
         return self.num_prompt_tokens + self.params.max_tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`length` new tokens of one request, from position `start` = its num_computed.
 
     is_last: the chunk reaches num_tokens; only then is a token sampled.
@@ -189,8 +193,8 @@ class Chunk:
     @classmethod
     def of(cls, request: Request, length: int) -> Chunk:
         """The request's next `length` tokens."""
-        start, end = request.num_computed, request.num_computed + length
-        is_last = end == request.num_tokens
+        start = request.num_computed
+        is_last = start + length == len(request.token_ids)
         return cls(request, start, length, is_last, is_last and length == 1 and start >= request.num_prompt_tokens)
 
     @property

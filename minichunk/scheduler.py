@@ -76,26 +76,25 @@ class Policy:
         self, running: Sequence[RequestView], waiting: Sequence[RequestView], budget: int, chunk_size: int | None
     ) -> list[tuple[RequestView, int]]:
         """Each chunk gets min(what it needs, chunk_size, budget left), phase by phase, in arrival order."""
-        phases: dict[str, Sequence[RequestView]] = {"decodes": [], "unfinished": [], "waiting": waiting}
-        for request in running:
-            phases["decodes" if request.is_decode else "unfinished"].append(request)
+        phases = {"decodes": [r for r in running if r.is_decode], "waiting": waiting}
+        phases["unfinished"] = [r for r in running if not r.is_decode] if len(phases["decodes"]) < len(running) else []
         left = budget
         prompt_left = budget if self.prompt_share is None else max(1, int(self.prompt_share * budget))
         plan, num_decodes = [], 0
         for phase in self.order:
             if self.prompts_alone and plan and (phase == "decodes") != (len(plan) == num_decodes):
                 continue
+            if phase == "decodes":  # a token each
+                plan += [(request, 1) for request in phases[phase][:left]]
+                left -= min(left, len(phases[phase]))
+                continue
             for request in phases[phase]:
-                room, wanted = left if phase == "decodes" else min(left, prompt_left), request.num_left
-                length = min(wanted, chunk_size or wanted, room)
+                wanted = request.num_left
+                length = min(wanted, chunk_size or wanted, left, prompt_left)
                 if length == 0 or (length < wanted and not self.may_cut):
                     break  # the first that does not fit ends the phase: nobody overtakes
                 plan.append((request, length))
-                left -= length
-                if phase == "decodes":
-                    num_decodes += 1
-                else:
-                    prompt_left -= length
+                left, prompt_left = left - length, prompt_left - length
         return plan
 
 
@@ -274,7 +273,8 @@ class Scheduler:
     def _grow(self, request: Request, length: int, plan: StepPlan) -> None:
         """Takes the chunk's blocks, preempting the newest running requests until they are there."""
         before, end = len(request.table), request.num_computed + length
-        while num_blocks_needed(end, self.block_size) > before:
+        short = num_blocks_needed(end, self.block_size) > before
+        while short:
             try:
                 self.pool.grow(request.table, end)
                 break
@@ -283,7 +283,7 @@ class Scheduler:
                 self._preempt(victim, plan)
                 if victim is request:
                     return
-        if num_blocks_needed(end, self.block_size) > before:
+        if short:
             plan.grown.setdefault(request.id, []).extend(request.table.block_ids[before:])
         plan.chunks.append(Chunk.of(request, length))
 
@@ -306,11 +306,11 @@ class Scheduler:
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
         """The chunks were computed: counts them, and makes their whole blocks findable."""
-        index = getattr(self.pool, "index", None)
-        for chunk in chunks:
-            chunk.request.num_computed = chunk.end
-            if index:
-                index(chunk.request.table, chunk.request, chunk.start)
+        index, size = getattr(self.pool, "index", None), self.block_size
+        for request, start, length, _, _ in chunks:
+            end = request.num_computed = start + length
+            if index and end // size > start // size:  # a block became whole
+                index(request.table, request, start)
 
     def remove(self, request: Request) -> None:
         """The request leaves, wherever it is; its blocks come home."""

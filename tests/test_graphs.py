@@ -9,11 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minichunk import Engine, SamplingParams
 from minichunk.attention.torch_backend import TorchAttention
+from minichunk.blocks import BlockTable
 from minichunk.compiled import merge_projections, share_products
 from minichunk.families import forward_packed, probe, twin
 from minichunk.graphs import MOST_GRAPHS, Arrays, Bucket, fill, find_bucket, make_buckets, num_bytes, views
 from minichunk.models import load
-from minichunk.packing import PackedBatch
+from minichunk.packing import PackedBatch, pack_tokens
 from minichunk.request import Chunk, Request
 from minichunk.runner import ModelRunner, chunk_logits
 
@@ -192,6 +193,34 @@ def test_a_padded_batch_is_the_batch_and_rows_that_touch_the_spare_block_alone(s
     assert not arrays.token_ids[t:].any() and not arrays.positions[t:].any() and not arrays.logits_rows[n:].any()
     assert (arrays.slot_mapping[t:] // block_size == num_blocks).all()
     assert (arrays.cu_seqlens_q[s:] == t).all() and not arrays.seq_lens_k[s:].any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_arrays_packed_at_once_are_those_of_pack_tokens_and_place(seed):
+    rng, size = random.Random(seed), 4
+    batch = mixed_batch(rng, size, 50)
+    tables = [
+        BlockTable(size, [int(b) for b in row[: -(-c.end // size)]]) for row, c in zip(batch.block_tables, batch.chunks)
+    ]
+    plain = PackedBatch.build(batch.chunks, tables, size, pack=lambda chunks: pack_tokens(chunks))
+    for table in tables:
+        table.as_array(len(table) - 1)  # part of it is known, the rest was appended since
+    quick = PackedBatch.build(batch.chunks, tables, size)
+    for name in ("token_ids", "positions", "cu_seqlens_q", "seq_lens_k", "logits_rows", "block_tables", "slot_mapping"):
+        a, b = getattr(plain, name), getattr(quick, name)
+        assert a.dtype == b.dtype and np.array_equal(a, b), name
+
+
+def test_a_block_tables_array_follows_what_became_of_the_table():
+    table = BlockTable(4, [7, 3])
+    assert table.as_array(2).tolist() == [7, 3]
+    table.block_ids.extend(range(40))
+    assert table.as_array(42).tolist() == table.block_ids
+    table.block_ids.clear()
+    table.block_ids.extend([9, 8, 1])
+    assert table.as_array(3).tolist() == [9, 8, 1]
+    table.block_ids = [5, 6, 2]  # a step was undone
+    assert table.as_array(3).tolist() == [5, 6, 2]
 
 
 def test_a_batch_of_padding_alone():

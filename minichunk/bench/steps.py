@@ -231,29 +231,47 @@ def free_lunch(
             "points": rows, "clocks_after": clocks()}  # fmt: skip
 
 
-class TimedRunner:
-    """Stands before an engine's runner and marks the start and the end of each step on the GPU."""
+class TimedGraphs:
+    """Stands before a runner's Graphs and marks the start and the end of each replay on the GPU."""
 
-    def __init__(self, runner: ModelRunner):
-        self._runner, self.marks = runner, []
+    def __init__(self, graphs: Graphs):
+        self._graphs, self.marks = graphs, []
 
     def __getattr__(self, name: str):
-        return getattr(self._runner, name)
+        return getattr(self._graphs, name)
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
+    def run(self, bucket: Bucket, batch: PackedBatch) -> torch.Tensor:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._graphs.stage(bucket, batch)
         start.record()
-        logits = self._runner.run(batch)
+        logits = self._graphs.replay(bucket)
         end.record()
         self.marks.append((start, end))
         return logits
+
+
+def _alone(timed: TimedGraphs, repeats: int = 20) -> float:
+    """Median milliseconds of the last graph, replayed behind a spinning kernel."""
+    graphs, events = timed._graphs, []
+    for _ in range(repeats):
+        torch.cuda._sleep(SPIN)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graphs.replay(graphs.last)
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in events)
 
 
 def idle(
     shape: str = "qwen3-0.6b", requests: int = 64, history: int = 1000, most_steps: int = 120, temperature: float = 0.0
 ) -> dict:
     """GPU idle between the decode steps of the real Engine: from the end of one step's graph to the start of the next.
-    Sampling and the copy of the tokens lie in between and count as idle."""
+
+    An event before a graph fires before the graph's launch has reached the GPU, so the start is taken as the graph's end
+    less the time it needs when nothing waits for the host. Sampling and the copy of the tokens count as idle.
+    """
     rng = random.Random(0)
     with Engine(
         f"random:{shape}", device="cuda", dtype="bfloat16", max_requests=requests, max_batch_tokens=4096, max_model_len=2048,
@@ -265,21 +283,22 @@ def idle(
             engine.step()
         for _ in range(20):
             engine.step()
-        timed = engine.runner = TimedRunner(engine.runner)
+        timed = engine.runner.graphs = TimedGraphs(_need_graphs(engine.runner))
         for _ in range(most_steps):
             engine.step()
         torch.cuda.synchronize()
+        busy_alone = _alone(timed)
         marks, records = timed.marks, engine.run.steps[-most_steps:]
-        busy = [a.elapsed_time(b) for a, b in marks]
-        gaps = [before[1].elapsed_time(after[0]) for before, after in zip(marks, marks[1:])]
-        whole = [before[0].elapsed_time(after[0]) for before, after in zip(marks, marks[1:])]
+        whole = [before[1].elapsed_time(after[1]) for before, after in zip(marks, marks[1:])]
+        gaps = [step - busy_alone for step in whole]
         share = [gap / step for gap, step in zip(gaps, whole)]
         parts = {k: round(1e3 * statistics.median(r.times[k] for r in records), 4) for k in records[-1].times}
         result = {
             **about(), "model": shape, "requests": requests, "history": history, "temperature": temperature,
-            "idle_share": spread(share), "gap_ms": spread(gaps), "graph_ms": spread(busy), "step_ms": spread(whole),
+            "idle_share": spread(share), "gap_ms": spread(gaps), "graph_ms": busy_alone, "step_ms": spread(whole),
+            "marked_ms": spread([a.elapsed_time(b) for a, b in marks]),
             "host_ms": parts, "explain": engine.explain(),
         }  # fmt: skip
-    say(f"{shape}, {requests} decodes, temperature {temperature}: graph {result['graph_ms']['p50']:.3f} ms, gap {result['gap_ms']['p50']:.3f} ms, "
+    say(f"{shape}, {requests} decodes, temperature {temperature}: graph {busy_alone:.3f} ms, gap {result['gap_ms']['p50']:.3f} ms, "
         f"idle {result['idle_share']['p50']:.1%} of the step; host ms {parts}")  # fmt: skip
     return result
