@@ -323,8 +323,8 @@ def default_tiles(dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile]:
     if dtype == torch.float32:  # exact products on the plain units: small tiles, or the registers overflow
         return Tile(32 if head_dim <= 128 else 16, 16, 4, 2, 2), Tile(16, 16, 4, 2, 4)
     if head_dim > 128:
-        return Tile(64, 32, 4, 3, 1), Tile(16, 32, 4, 3, 4)
-    return Tile(128, 64, 8, 3, 1, registers=128), Tile(16, 64, 2, 3, 4)
+        return Tile(64, 32, 4, 3, 2), Tile(16, 32, 4, 3, 4)
+    return Tile(128, 64, 8, 3, 2, registers=128), Tile(16, 64, 2, 3, 4)
 
 
 @dataclass(slots=True)

@@ -226,6 +226,7 @@ class Ready:
     calls: int
     graph: bool
     error: float
+    keep: tuple = ()  # what a graph reads must live as long as the graph
 
 
 def prepare(name: str, ready: Callable, case: Case) -> Ready | None:
@@ -240,7 +241,7 @@ def prepare(name: str, ready: Callable, case: Case) -> Ready | None:
     calls = [lambda x=x: run(*x) for x in case.inputs]
     try:
         graph = captured(calls)
-        return Ready(name, graph.replay, len(calls), True, error)
+        return Ready(name, graph.replay, len(calls), True, error, (run, calls))
     except RuntimeError:  # it synchronises or allocates pinned memory: timed as plain calls, and said so in the result
         torch.cuda.synchronize()
         return Ready(name, lambda: [call() for call in calls], len(calls), False, error)
@@ -283,21 +284,26 @@ def environment() -> dict:
 def run(out: Path | None, rounds: int = 30, only: list[str] | None = None) -> dict:
     """All contenders that can be imported (or `only` these) on all batches. Writes the JSON to `out`, returns it.
 
-    RuntimeError without a CUDA device, or when a contender's result is wrong.
+    RuntimeError without a CUDA device, or when our result is wrong; others that fail are listed under "absent".
     """
     if not torch.cuda.is_available():
         raise RuntimeError("bench kernels times CUDA kernels: no CUDA device is here")
     chosen = {n: c for n, c in contenders().items() if only is None or n in only}
     result: dict = {"heads": [HEADS, KV_HEADS, HEAD_DIM], "dtype": "bfloat16", "unit": "µs a call", "batches": {}}
-    absent = {}
+    absent: dict[str, dict] = {}
     for name, sizes in BATCHES.items():
         cases = {size: Case(sizes, size) for size in sorted({size for size, _ in chosen.values()})}
         entries = []
         for contender, (size, ready) in chosen.items():
             try:
                 entry = prepare(contender, ready, cases[size])
-            except ImportError as error:
-                absent[contender] = str(error)
+            except (
+                ImportError,
+                RuntimeError,
+            ) as error:  # not installed, will not compile, or wrong: said in the result
+                if contender == "triton":
+                    raise
+                absent.setdefault(contender, {})[name] = str(error)[:300]
                 continue
             if entry is not None:
                 entries.append(entry)
@@ -324,3 +330,7 @@ def run(out: Path | None, rounds: int = 30, only: list[str] | None = None) -> di
     text = json.dumps(result, ensure_ascii=False, indent=1)
     out.write_text(text + "\n", encoding="utf-8") if out else print(text)
     return result
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
