@@ -58,7 +58,9 @@ def test_old_python(monkeypatch):
     assert check.state == "bad" and check.needed and "PYTHON=" in check.fix
 
 
-@pytest.mark.parametrize("has, state", [("2.10.0", "bad"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0", "ok")])
+@pytest.mark.parametrize(
+    "has, state", [("2.10.0", "bad"), ("2.11", "ok"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0", "ok")]
+)
 def test_torch_version(has, state):
     assert doctor._torch(fake_torch(has, cuda=None), None).state == state
 
