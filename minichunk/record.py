@@ -10,6 +10,7 @@ import gzip
 import html
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -246,8 +247,8 @@ class Run:
         }
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with gzip.GzipFile(part, "wb", mtime=0) as file:
-                file.write(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+            text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+            part.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same run, the same bytes
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -258,7 +259,7 @@ class Run:
         """Reads what `save` wrote. Raises BadRunFile with the reason, FileNotFoundError when there is none."""
         try:
             body = json.loads(gzip.decompress(Path(path).read_bytes()))
-        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+        except (EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError, OSError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
             raise BadRunFile(f"{path}: not a gzip JSON run file ({error})") from error
@@ -270,8 +271,9 @@ class Run:
             raise BadRunFile(f"{path}: version {body.get('version')!r}, this minichunk reads {VERSION}")
         try:
             requests = {r["id"]: RequestRecord(**r) for r in body["requests"]}
-            steps = [_step_from_json(s, body["requests"]) for s in body["steps"]]
-            run = cls(body["meta"], requests, steps, {k: v for k, v in body["vocab"]})
+            meta = dict(body["meta"])
+            steps = [_step_from_json(s, i, requests, meta.get("num_blocks")) for i, s in enumerate(body["steps"])]
+            run = cls(meta, requests, steps, {k: v for k, v in body["vocab"]})
         except (KeyError, TypeError, ValueError) as error:
             raise BadRunFile(
                 f"{path}: a part is missing or has the wrong form ({type(error).__name__}: {error})"
@@ -290,15 +292,25 @@ def _step_to_json(step: StepRecord) -> dict:
     return out
 
 
-def _step_from_json(body: dict, requests: list[dict]) -> StepRecord:
+def _step_from_json(body: dict, index: int, requests: dict, num_blocks: int | None) -> StepRecord:
+    """The step at this index; ValueError when it names a request or a block that there is not."""
     body = dict(body)
     for name in ("hits", "grown", "block_states", "times"):
         if name in body:
             body[name] = {k: v for k, v in body[name]}
     body["chunks"] = [tuple(c) for c in body.get("chunks", [])]
     step = StepRecord(**body)
-    known = {r["id"] for r in requests}
+    if step.index != index:
+        raise ValueError(f"step {index} is numbered {step.index}")
     for id, _start, length, *_ in step.chunks:
-        if id not in known or length < 1:
-            raise ValueError(f"step {step.index} has a chunk of {length} tokens of request {id!r}")
+        if id not in requests or length < 1:
+            raise ValueError(f"step {index} has a chunk of {length} tokens of request {id!r}")
+    named = {*step.arrived, *step.admitted, *step.preempted, *step.finished, *step.grown, *step.hits}
+    if named - requests.keys():
+        raise ValueError(
+            f"step {index} names request {next(iter(named - requests.keys()))!r}, which is not in the file"
+        )
+    for block in (*step.block_states, *(b for blocks in step.grown.values() for b in blocks)):
+        if not 0 <= block < (num_blocks or block + 1):
+            raise ValueError(f"step {index} names block {block} of {num_blocks}")
     return step
