@@ -5,12 +5,12 @@ import threading
 import time
 
 import pytest
+from toyrun import toy_run
 from typer.testing import CliRunner
 
-from minichunk import lab
+from minichunk import cli, lab
 from minichunk.lab import checks, command, controls, copies, exercises, predictions
 from minichunk.lab.watchdog import Raised, TooSlow, limited
-from toyrun import toy_run
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,8 @@ def test_passed_goes_on_and_is_kept(my, capsys):
 def test_not_started_uses_the_reference(my, capsys):
     used = lab.exercise("00.1", unfinished)
     assert used is checks.find("00.1", checks.Exercise).reference and exercises.code_of(used) == "REFERENCE"
-    assert "not started" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not started" in said and "figures" not in said
     assert not (my / "solved").exists()
 
 
@@ -275,7 +276,7 @@ def test_widgets_follow_the_state_and_show_errors():
     asked = lab.predict("00a", "How many?", "steps")
     shown = lab.reveal("00a", 8, toy_figure())
     asked.show(), shown.show()
-    field, lock, _skip = asked._buttons
+    field, lock = asked._field, asked._lock
     lock.click()
     assert "first give an answer" in asked._line.value and 'role="alert"' in asked._line.value
     assert shown._output.outputs == ()
@@ -284,6 +285,19 @@ def test_widgets_follow_the_state_and_show_errors():
     assert asked.guess == 7.5 and lock.disabled and "Locked: 7.5 steps" in asked._line.value
     assert "application/vnd.plotly.v1+json" in shown._output.outputs[0]["data"]
     assert "8 steps" in shown._line.value
+
+
+def test_choices_are_buttons_that_say_which_is_chosen():
+    asked = lab.predict("00b", "Which?", options=["this", "that"])
+    asked.show()
+    asked._choices[1].click()
+    asked._choices[0].click()
+    assert [b.description for b in asked._choices] == ["● this", "○ that"] and asked.state == "open"
+    asked._lock.click()
+    assert asked.guess == "this" and all(b.disabled for b in asked._choices)
+    again = lab.predict("00b", "Which?", options=["this", "that"])
+    again.show()
+    assert [b.description for b in again._choices] == ["● this", "○ that"]
 
 
 def toy_figure():
@@ -381,16 +395,16 @@ def test_lab_command_opens_the_copy(course, monkeypatch):
         command.subprocess, "run", lambda args, **k: called.append(args) or type("Done", (), {"returncode": 0})
     )
     runner = CliRunner()
-    assert runner.invoke(command.lab_app, ["40", "--port", "9999", "--no-browser"]).exit_code == 0
+    assert runner.invoke(cli.app, ["lab", "40", "--port", "9999", "--no-browser"]).exit_code == 0
     assert (
         str(course / "my" / "40_mixed.ipynb") in called[0]
         and "--port=9999" in called[0]
         and "--no-browser" in called[0]
     )
     (course / "my" / "40_mixed.ipynb").write_text("my work")
-    fresh = runner.invoke(command.lab_app, ["--fresh", "40"])
+    fresh = runner.invoke(cli.app, ["lab", "--fresh", "40"])
     assert fresh.exit_code == 0 and "40_mixed.ipynb is new; your old one is 40_mixed.until-" in fresh.output
-    wrong = runner.invoke(command.lab_app, ["77"])
+    wrong = runner.invoke(cli.app, ["lab", "77"])
     assert wrong.exit_code == 1 and "there are 00, 40" in wrong.output and len(called) == 2
 
 
@@ -398,7 +412,7 @@ def test_progress_command_lists_exercises_and_score(my):
     lab.exercise("00.1", right)
     lab.predict("00a", "?", "steps").lock(4)
     lab.reveal("00a", 8)
-    said = CliRunner().invoke(command.progress_app, []).output
+    said = CliRunner().invoke(cli.app, ["progress"]).output
     assert "✔ 00.1 is_mixed" in said and "○ 40.1 plan_step" in said and "○ 40.3 which bug?" in said
     assert "Exercises: 1 of" in said and "00a    you 4, truth 8 steps: a factor of 2.0 off" in said
 
@@ -406,6 +420,7 @@ def test_progress_command_lists_exercises_and_score(my):
 # --- engines of the classroom -----------------------------------------------------------------------------------------
 def test_engine_carries_whose_code_it_runs(capsys):
     plan_step = lab.exercise("40.1", lambda *args: (_ for _ in ()).throw(NotImplementedError()))
+    assert "figures say REFERENCE scheduler" in capsys.readouterr().out
     with lab.engine("tiny", policy=plan_step, max_batch_tokens=24, num_blocks=16) as engine:
         engine.generate([[5, 6, 7] * 12])
         assert engine.run.meta["code"] == "REFERENCE" and engine.run.meta["model"] == "tiny"

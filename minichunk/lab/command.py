@@ -60,8 +60,3 @@ def progress() -> None:
         name = "which bug?" if isinstance(entry, Bug) else entry.name
         typer.echo(f"  {'✔' if done[id] else '○'} {id} {name}")
     typer.echo("\n" + score())
-
-
-lab_app, progress_app = typer.Typer(add_completion=False), typer.Typer(add_completion=False)
-lab_app.command()(lab)
-progress_app.command()(progress)

@@ -63,7 +63,8 @@ def exercise(id: str, fn: Callable) -> Callable:
         raise WrongAnswer(f"✘ {id} {entry.name} is not right yet.\n\n{result.message}")
     if os.environ.get("MINICHUNK_REQUIRE_SOLVED") == "1":
         raise WrongAnswer(f"✘ {id} {entry.name} is not started, and MINICHUNK_REQUIRE_SOLVED=1 asks for it.")
-    print(f"○ {id} not started: the reference {entry.name} takes its place, and figures say REFERENCE.")
+    titles = f", and figures say REFERENCE {entry.part}" if entry.part else ""
+    print(f"○ {id} not started: the reference {entry.name} takes its place{titles}.")
     return entry.reference
 
 

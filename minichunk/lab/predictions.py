@@ -112,6 +112,7 @@ class Prediction(Panel):
         before = _standing(id)
         self.state = {"lock": "locked", "skip": "skipped", "late": "late"}[before["event"]] if before else "open"
         self.guess: Guess | None = before.get("guess") if before else None
+        self._picked: str | None = None
         super().__init__()
         _open[id] = self
 
@@ -147,12 +148,13 @@ class Prediction(Panel):
     def __str__(self) -> str:
         unit = f" [{self.unit}]" if self.unit else ""
         options = "".join(f"\n    ○ {option}" for option in self.options)
-        return f"{self.heading} {self.id}: {self.question}{unit}{options}\n{self._status()}"
+        by_hand = f" Where no buttons show: {self._by_hand()}" if self.state == "open" else ""
+        return f"{self.heading} {self.id}: {self.question}{unit}{options}\n{self._status()}{by_hand}"
 
     def _status(self) -> str:
         said = f"{self.guess:g} {self.unit}".strip() if isinstance(self.guess, float | int) else self.guess
         return {
-            "open": f"Not locked yet. Lock your answer (without buttons: {self._by_hand()}).",
+            "open": "Not locked yet.",
             "locked": f"Locked: {said}.",
             "late": f"Locked after seeing: {said}. It is kept, and not scored.",
             "skipped": "Skipped. You can still lock an answer; it is kept as after seeing.",
@@ -164,39 +166,46 @@ class Prediction(Panel):
     def _widgets(self):
         import ipywidgets as w
 
-        label = f"<span style='font-size:14px'><b>{self.heading}.</b> {html.escape(self.question)}</span>"
-        if self.options:
-            self.field = w.RadioButtons(options=self.options, value=None, layout=w.Layout(width="auto"))
-        else:
-            self.field = w.Text(placeholder="your number", layout=w.Layout(width="9em"))
-        lock = w.Button(description="Lock", button_style="primary", layout=w.Layout(width="6em"), tooltip="your answer counts from now on")  # fmt: skip
-        skip = w.Button(description="Skip", layout=w.Layout(width="6em"), tooltip="show the result, score nothing")
+        question = w.HTML(f"<span style='font-size:14px'><b>{self.heading}</b> {html.escape(self.question)}</span>")
+        lock = w.Button(description="Lock", button_style="primary", layout=w.Layout(width="6em"))
+        skip = w.Button(description="Skip", layout=w.Layout(width="6em"))
         lock.on_click(lambda _: self.guarded(self._lock_field))
         skip.on_click(lambda _: self.guarded(self.skip))
-        self._buttons = (self.field, lock, skip)
-        unit = w.HTML(html.escape(self.unit))
-        row = [self.field, lock, skip] if self.options else [self.field, unit, lock, skip]
-        return [
-            w.HTML(label),
-            w.VBox(row[:1]) if self.options else w.HBox(row),
-            *([w.HBox(row[1:])] if self.options else []),
-        ]
+        self._lock, self._skip = lock, skip
+        if not self.options:
+            self._field = w.Text(placeholder="your number", layout=w.Layout(width="9em"))
+            return [question, w.HBox([self._field, w.HTML(html.escape(self.unit)), lock, skip])]
+        # Buttons, not radio buttons: JupyterLab takes the arrow keys that move those; Tab and Space it leaves alone.
+        self._choices = [w.Button(layout=w.Layout(width="max-content", max_width="100%")) for _ in self.options]
+        for option, button in zip(self.options, self._choices):
+            button.on_click(lambda _, option=option: self._pick(option))
+        return [question, w.VBox(self._choices), w.HBox([lock, skip])]
+
+    def _pick(self, option: str) -> None:
+        self._picked = option
+        self._redraw()
+        self.say(f"Chosen, not locked yet: {option}")
 
     def _lock_field(self) -> None:
-        value = self.field.value
+        value = self._picked if self.options else self._field.value
         if value in (None, ""):
             raise ValueError("first give an answer, then lock it")
         if not self.options:
             try:
-                value = float(str(value).replace(",", "."))
+                value = float(value.replace(",", "."))
             except ValueError:
                 raise ValueError(f"a number, please, not {value!r}") from None
         self.lock(value)
 
     def _redraw(self) -> None:
-        field, lock, skip = self._buttons
-        field.disabled = lock.disabled = self.state in ("locked", "late")
-        skip.disabled = self.state != "open"
+        closed = self.state in ("locked", "late")
+        for option, button in zip(self.options, self._choices if self.options else ()):
+            chosen = option == (self.guess if closed else self._picked)
+            button.description = f"{'●' if chosen else '○'} {option}"
+            button.disabled = closed
+        if not self.options:
+            self._field.disabled = closed
+        self._lock.disabled, self._skip.disabled = closed, self.state != "open"
 
 
 def predict(id: str, question: str, unit: str = "", options: Sequence[str] = ()) -> Prediction:
@@ -206,6 +215,8 @@ def predict(id: str, question: str, unit: str = "", options: Sequence[str] = ())
 
 class Reveal(Panel):
     """A truth that waits for the lock. shown: whether it may be seen; factor: of a scored guess, else None."""
+
+    line_first = True
 
     def __init__(self, id: str, truth: Guess, figure: Any, low: float | None, high: float | None, text: str):
         self.id, self.truth, self.figure, self.low, self.high, self.text = id, truth, figure, low, high, text

@@ -68,7 +68,7 @@ def document(paragraphs: int = 4) -> str:
     return "\n\n".join(text.split("\n\n")[: paragraphs + 1]) + "\n\nSay in one sentence what causes the tides."
 
 
-def rush_hour(engine: Engine, steps_before: int = 8, max_tokens: int = 24, documents: int = 1) -> Run:
+def rush_hour(engine: Engine, steps_before: int = 8, max_tokens: int = 20, documents: int = 1) -> Run:
     """Six people ask short questions; after a few steps, while they read their answers, a long document comes in.
 
     Every answer has max_tokens tokens (ignore_eos), so that two runs differ in the schedule alone. Steps the engine
@@ -98,7 +98,7 @@ def same_answers(runs: list[Run]) -> str:
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
-def step_sweep(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), repeats: int = 7) -> list[tuple[int, float, float]]:
+def step_sweep(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), repeats: int = 5) -> list[tuple[int, float, float]]:
     """This machine's step time by tokens in the step: (tokens, P50 ms, P95 ms). One prompt chunk a step, no history;
     the sizes take turns, so that a slow second hits all of them."""
     import numpy as np

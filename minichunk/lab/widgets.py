@@ -27,6 +27,8 @@ class Panel:
     A subclass gives `_widgets()` (made when first shown), `_status()` (text) and `_redraw()` (state → widgets).
     """
 
+    line_first = False  # the status line above the widgets, where it is the answer
+
     def __init__(self):
         self.box = self._line = None
 
@@ -36,7 +38,8 @@ class Panel:
             import ipywidgets as w
 
             self._line = w.HTML()
-            self.box = w.VBox([*self._widgets(), self._line])
+            widgets = self._widgets()
+            self.box = w.VBox([self._line, *widgets] if self.line_first else [*widgets, self._line])
             self.refresh()
         return self.box
 

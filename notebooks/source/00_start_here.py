@@ -119,7 +119,6 @@ lab.predict("00c", "The longest pause of a reader: how many times as long with 1
 # %%
 runs = {budget: serve(budget) for budget in tqdm([64, 256, 1024], desc="three rush hours")}
 said = lab.same_answers(list(runs.values()))
-print(said)
 
 # %%
 lab.reveal("00b", "All answers stay the same" if "yes" in said else "A few tokens change", text=said)

@@ -124,7 +124,7 @@ lab.predict("20c", "The mean of all pauses: how many times the median pause?", "
 # %%
 frozen = lab.rush_hour(lab.engine(policy="prefill_first", max_batch_tokens=1024))
 usual = median(frozen.tbts)
-print(f"median pause {usual * 1e3:.0f} ms, mean pause {mean(frozen.tbts) * 1e3:.0f} ms")
+print(len(frozen.tbts), "pauses between two tokens, in", len(frozen.steps), "steps")
 
 # %%
 lab.reveal("20b", max(frozen.tbts) / usual, lab.timeline(frozen))
@@ -139,7 +139,7 @@ lab.reveal("20c", mean(frozen.tbts) / usual, lab.ttft_tbt(frozen))
 
 # %% [markdown]
 """
-Each reader got 23 pauses, and 22 of them were fine. The mean spreads the bad one over all of them; in an answer ten
+Each reader got 19 pauses, and 18 of them were fine. The mean spreads the bad one over all of them; in an answer ten
 times as long it would hide ten times as well. But people do not feel a mean. They feel the moment at which the text
 stops. So engines are judged by the tail:
 

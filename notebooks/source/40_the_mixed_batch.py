@@ -139,14 +139,16 @@ lab.predict("40c", "The document's own TTFT: how many times as long under yours 
 frozen = lab.rush_hour(lab.engine(policy="prefill_first", max_batch_tokens=1024))
 whole = lab.rush_hour(lab.engine(policy="whole_prompt", max_batch_tokens=1024))
 print(lab.same_answers([mine, frozen, whole]))
-for name, run in {"yours": mine, "prefill_first": frozen, "whole_prompt": whole}.items():
-    print(f"{name:>14}: longest pause {max(run.tbts):.2f} s, the document's TTFT {run.requests[6].ttft:.2f} s")
 
 # %%
 lab.reveal("40b", max(frozen.tbts) / max(mine.tbts), lab.stalls(frozen))
 
 # %%
 lab.reveal("40c", mine.requests[6].ttft / frozen.requests[6].ttft, lab.ttft_tbt([mine, frozen]))
+
+# %%
+for name, run in {"yours": mine, "prefill_first": frozen, "whole_prompt": whole}.items():
+    print(f"{name:>14}: longest pause {max(run.tbts):.2f} s, the document's TTFT {run.requests[6].ttft:.2f} s")
 
 # %% [markdown]
 """

@@ -26,7 +26,8 @@ class Result(NamedTuple):
 class Exercise:
     """check(fn) → Result, with fn already guarded by the watchdog. causes: {key: the likely cause, in words}.
 
-    passed: one line for a right answer. slow: why a call does not end, most likely.
+    passed: one line for a right answer. slow: why a call does not end, most likely. part: what of the engine it is, for
+    the titles of figures ("scheduler"), empty where no engine runs it.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Exercise:
     causes: dict[str, str]
     passed: str
     slow: str = "a loop does not end"
+    part: str = ""
 
     @property
     def name(self) -> str:

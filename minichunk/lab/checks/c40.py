@@ -165,6 +165,7 @@ PLAN = Exercise(
     },
     passed="300 generated queues: within budget, every decode in, arrival order, nothing left unused.",
     slow="your loop does not end: the budget never fell",
+    part="scheduler",
 )
 
 
