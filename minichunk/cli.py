@@ -85,6 +85,9 @@ attach(
     "lab", "minichunk.lab.command:lab", "Copy the notebooks to my/ on first use, and open JupyterLab on one of them."
 )
 attach("bench", "minichunk.bench.command:app", "Measure: serving, kernels, peers; one JSON a run.")
+attach("warmup", "minichunk.warmup:warmup", "Compile a model and capture its CUDA graphs, with a progress bar.")
+attach("simulate", "minichunk.cli_simulate:simulate_command", "A trace through the scheduler on a virtual clock.")
+attach("workloads", "minichunk.cli_simulate:workloads_command", "The request traces minichunk knows, and their lengths.")
 attach("progress", "minichunk.lab.command:progress", "Exercises solved and predictions made so far.")
 
 

@@ -44,6 +44,8 @@ def lab(
         raise typer.Exit(1)
     command = [sys.executable, "-m", "jupyterlab", str(target), f"--port={port}", f"--ServerApp.root_dir={my_dir()}"]
     command += [] if browser else ["--no-browser"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # a container: Jupyter asks root to say so
+        command += ["--allow-root"]
     try:
         code = subprocess.run(command, env={**os.environ, "MINICHUNK_MY": str(my_dir().resolve())}).returncode
     except KeyboardInterrupt:  # Ctrl-C is how one leaves JupyterLab
