@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class Engine:
             )
 
         self.attention = make_backend(attention, device) if isinstance(attention, str) else attention
+        if getattr(pool, "block_size", block_size) != block_size:
+            raise ValueError(
+                f"the pool's blocks hold {pool.block_size} tokens, the engine's block_size is {block_size}"
+            )
         if num_blocks is None and pool is not None:
             num_blocks = pool.num_free
         if num_blocks is None:
@@ -126,6 +131,7 @@ class Engine:
         self._streams: dict[int, list] = {}
         self._arrived: list[int] = []
         self._aborted: list[int] = []
+        self._last_batch: PackedBatch | None = None
         self._count = 0
         self._epoch = time.perf_counter()
         self._run = Run(meta=self._meta(loaded.name, policy, device, dtype))
@@ -176,8 +182,8 @@ class Engine:
                 raise ValueError("this engine has no tokenizer: give token ids, or Engine(…, tokenizer=…)")
             return list(self.tokenizer(prompt)["input_ids"])
         try:
-            return [int(token) for token in prompt]
-        except (TypeError, ValueError) as error:
+            return [index(token) for token in prompt]
+        except TypeError as error:
             raise ValueError(
                 f"a prompt is text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
             ) from error
@@ -361,7 +367,7 @@ class Engine:
         finished = list(self._aborted)
         computed: list[Chunk] = []
         try:
-            finished += self._compute(plan.chunks, batch, computed)
+            self._compute(plan.chunks, batch, computed, finished)
         finally:  # an interrupted step computed nothing, but its admissions and blocks are on record
             end = self._now()
             record = self._record(plan, computed, start, packed, end, finished)
@@ -374,15 +380,15 @@ class Engine:
         try:
             plan = self.scheduler.plan()
             self._planned = self._now()
-            batch = PackedBatch.build(
-                plan.chunks, [c.request.table for c in plan.chunks], self.block_size, self._pack, self._place
-            )
+            tables = [c.request.table for c in plan.chunks]
+            batch = PackedBatch.build(plan.chunks, tables, self.block_size, self._pack, self._place, self._last_batch)
             if self._undoable:
                 self.runner.check_ranges(batch)
         except BaseException:
             if undo:
                 undo()
             raise
+        self._last_batch = batch
         for id in plan.admitted:
             metrics = self._requests[id].metrics
             if metrics.first_scheduled is None:
@@ -390,8 +396,8 @@ class Engine:
             metrics.cached_tokens += plan.hits.get(id, 0)
         return plan, batch
 
-    def _compute(self, chunks: list[Chunk], batch: PackedBatch, computed: list[Chunk]) -> list[int]:
-        """Forward, sampling, commit. Fills `computed`; returns the ids that finished."""
+    def _compute(self, chunks: list[Chunk], batch: PackedBatch, computed: list[Chunk], finished: list[int]) -> None:
+        """Forward, sampling, commit. Fills `computed`, and `finished` with the ids that ended."""
         sampled = [c.request for c in chunks if c.is_last]
         try:
             logits = self.runner.run(batch)
@@ -400,20 +406,37 @@ class Engine:
         except Exception as error:  # the forward failed: its requests end, none of its blocks is findable
             computed += chunks
             for chunk in chunks:
-                self._finish(chunk.request, "error", self._now(), f"{type(error).__name__}: {error}")
+                self._finish(chunk.request, "error", self._now(), _cause(error))
+                finished.append(chunk.id)
             self._forwarded = self._sampled = self._now()
-            return [c.id for c in chunks]
+            return
         self._forwarded, self._sampled = forwarded, self._now()
         computed += chunks
-        self.scheduler.commit(chunks)
-        now = self._now()
-        return [r.id for r, token, lp in zip(sampled, tokens, logprobs) if self._accept(r, token, lp, now)]
+        failed = {r.id for r, token in zip(sampled, tokens) if token is None}
+        self.scheduler.commit([c for c in chunks if c.id not in failed])  # keys that gave NaN must not be found again
+        self._accept_all(sampled, tokens, logprobs, finished)
 
-    def _accept(self, request: Request, token: int | None, logprob, now: float) -> bool:
-        """Gives a request its new token; True when it is finished."""
+    def _accept_all(self, requests: list[Request], tokens: list, logprobs: list, finished: list[int]) -> None:
+        """Gives each request its token. Where that fails (its tokenizer, or Ctrl-C just then), that request alone ends:
+        the others must not lose theirs."""
+        now, interrupt = self._now(), None
+        for request, token, logprob in zip(requests, tokens, logprobs):
+            try:
+                self._accept(request, token, logprob, now)
+            except BaseException as error:
+                if request.id in self._requests:
+                    self._finish(request, "error", now, _cause(error))
+                interrupt = interrupt if isinstance(error, Exception) else error
+            if request.id not in self._requests:
+                finished.append(request.id)
+        if interrupt is not None:
+            raise interrupt
+
+    def _accept(self, request: Request, token: int | None, logprob, now: float) -> None:
+        """Gives a request its new token, and ends it where that was the last."""
         if token is None:
             self._finish(request, "error", now, "the logits of this request are not finite: no token can be chosen")
-            return True
+            return
         request.token_ids.append(token)
         request.metrics.token_times.append(now)
         self._run.requests[request.id].output_ids.append(token)
@@ -429,19 +452,22 @@ class Engine:
             reason = "length"
         if reason and text:
             delta += text.flush()
+            reason = "stop" if text.stopped else reason
         if request.id in self._streams:
             self._streams[request.id].append((delta, token))
         if reason:
             self._finish(request, reason, now)
-        return reason is not None
 
     def _finish(self, request: Request, reason: str, now: float, error: str | None = None) -> None:
         """The request leaves with what it has; its blocks come home."""
         self.scheduler.remove(request)
         del self._requests[request.id]
         text = request.detokenizer
-        if text:
-            text.flush()
+        try:
+            if text:
+                text.flush()
+        except Exception as failure:  # of the tokenizer: the request leaves all the same
+            reason, error = "error", error or _cause(failure)
         request.finish_reason, request.error, request.metrics.finished = reason, error, now
         logprobs = request.logprobs if request.params.logprobs is not None else None
         self._completions[request.id] = Completion(
@@ -533,6 +559,10 @@ class Engine:
 
 
 _place = place  # the module's own, under a name that __init__'s argument does not hide
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _device(device: str | torch.device) -> torch.device:

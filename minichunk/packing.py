@@ -58,7 +58,9 @@ def place(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple:
 _place = place  # under a name that PackedBatch.build's argument does not hide
 
 
-def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple[np.ndarray, ...]:
+def _arrays(
+    chunks: Sequence[Chunk], tables: Sequence, block_size: int, before: PackedBatch | None
+) -> tuple[np.ndarray, ...]:
     """What `pack_tokens` and `place` say, in PackedBatch's order and dtypes, without a loop over tokens."""
     count = len(chunks)
     requests, first, rows, is_last, _ = zip(*chunks)
@@ -66,10 +68,8 @@ def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple
     ends = starts + lengths
     cu_seqlens_q = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
-    num_blocks = (-(-ends // block_size)).tolist()
-    block_tables = np.zeros((count, max(num_blocks, default=0)), np.int32)
-    for row, table, used in zip(block_tables, tables, num_blocks):
-        row[:used] = table.as_array(used) if hasattr(table, "as_array") else table[:used]
+    num_blocks = -(-ends // block_size)
+    block_tables = _block_matrix(tables, num_blocks, before)
     if cu_seqlens_q[-1] == count:  # one token each: decodes
         token_ids = np.array([request.token_ids[start] for request, start in zip(requests, first)], np.int64)
         seqs, positions = np.arange(count), starts
@@ -80,6 +80,21 @@ def _arrays(chunks: Sequence[Chunk], tables: Sequence, block_size: int) -> tuple
     slots = block_tables[seqs, positions // block_size] * np.int64(block_size) + positions % block_size
     logits_rows = cu_seqlens_q[1:][np.array(is_last)] - 1
     return token_ids, positions, cu_seqlens_q.astype(np.int32), ends.astype(np.int32), logits_rows, block_tables, slots
+
+
+def _block_matrix(tables: Sequence, num_blocks: np.ndarray, before: PackedBatch | None) -> np.ndarray:
+    """int32 [S, max_blocks]: the first num_blocks[i] blocks of each table."""
+    matrix = np.zeros((len(tables), num_blocks.max()), np.int32)
+    if before is not None and before.tables == tables:  # tables only grow while their request runs
+        known = before.block_tables
+        matrix[:, : known.shape[1]] = known
+        changed = np.flatnonzero(num_blocks > -(-before.seq_lens_k // before.block_size)).tolist()
+    else:
+        changed = range(len(tables))
+    for i in changed:
+        used = num_blocks[i]
+        matrix[i, :used] = tables[i].as_array(used) if hasattr(tables[i], "as_array") else tables[i][:used]
+    return matrix
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +114,7 @@ class PackedBatch:
     logits_rows: np.ndarray
     block_tables: np.ndarray
     slot_mapping: np.ndarray
+    tables: Sequence = ()  # the BlockTables themselves
 
     @classmethod
     def build(
@@ -108,13 +124,15 @@ class PackedBatch:
         block_size: int,
         pack: Callable = pack_tokens,
         place: Callable = place,
+        before: PackedBatch | None = None,
     ) -> PackedBatch:
         """Packs and places; refuses arrays whose lengths or ranges cannot be a batch of these chunks (ValueError).
 
-        Without a learner's own parts the same integers come from `_arrays`, a whole array at a time.
+        Without a learner's own parts the same integers come from `_arrays`, a whole array at a time. before: the last
+        step's batch; while the same requests run, most of its block tables still hold.
         """
         if chunks and pack is pack_tokens and place is _place:
-            return cls(list(chunks), block_size, *_arrays(chunks, tables, block_size))
+            return cls(list(chunks), block_size, *_arrays(chunks, tables, block_size, before), tables)
         token_ids, positions, cu_seqlens_q, seq_lens_k, logits_rows = pack(chunks)
         block_tables, slot_mapping = place(chunks, tables, block_size)
         batch = cls(
@@ -165,6 +183,8 @@ class PackedBatch:
             )
         if tokens and (self.positions.min() < 0 or self.token_ids.min() < 0 or self.slot_mapping.min() < 0):
             raise ValueError("token_ids, positions and slot_mapping must not be negative")
+        if tokens and self.positions.max() >= room:
+            raise ValueError(f"positions must lie below {room} (the block tables' room), got {self.positions.max()}")
 
     @property
     def num_tokens(self) -> int:

@@ -156,7 +156,10 @@ class ModelRunner:
 
     # --- one step ----------------------------------------------------------------------------------------------------------
     def check_ranges(self, batch: PackedBatch) -> None:
-        """Raises ValueError when a block or slot lies outside the pool."""
+        """Raises ValueError when a token, block or slot lies outside the vocabulary or the pool."""
+        vocab = self.model.get_input_embeddings().weight.shape[0]
+        if batch.token_ids.max() >= vocab:
+            raise ValueError(f"token_ids must lie below {vocab}, got {batch.token_ids.max()}")
         if batch.block_tables.size and not (
             0 <= batch.block_tables.min() and batch.block_tables.max() < self.num_blocks
         ):

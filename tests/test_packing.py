@@ -100,6 +100,7 @@ def changed(name, change):
         ("token_ids", lambda v: [-1, *v[1:]], "negative"),
         ("positions", lambda v: [*v, 0], "positions has shape"),
         ("positions", lambda v: [-7, *v[1:]], "negative"),
+        ("positions", lambda v: [24, *v[1:]], "positions must lie below 24"),
         ("cu_seqlens_q", lambda v: v[1:], "cu_seqlens_q has shape"),
         ("cu_seqlens_q", lambda v: [1, *v[1:]], "rise from 0 to 16"),
         ("cu_seqlens_q", lambda v: [0, 13, 1, 16], "rise from 0 to 16"),
