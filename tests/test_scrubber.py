@@ -21,22 +21,43 @@ CASES = {
     "small pool": {"num_blocks": 32},
     "shared prefix": {"shared": 40, "prompts": (64, 50, 20)},
     "prefill first": {"policy": "prefill_first", "budget": 512},
-    "long": {"prompts": tuple(range(1, 60)), "outputs": 40, "max_requests": 8},
+    "long": {"prompts": tuple(range(1, 36)), "outputs": 32, "max_requests": 8},
 }
+
+
+def engine_run():
+    """A real run: shared prefixes, preemption on a small pool, an abort."""
+    from minichunk import Engine, SamplingParams
+
+    head = list(range(40))
+    with Engine("tiny", max_batch_tokens=64, num_blocks=17, check=True) as engine:
+        ids = [
+            engine.add(p, SamplingParams(max_tokens=40, ignore_eos=True))
+            for p in ([1] * 5, [2] * 80, [3] * 90, head + [1, 2])
+        ]
+        for n in range(200):
+            if n == 6:
+                ids.append(engine.add(head + [3], SamplingParams(max_tokens=40, ignore_eos=True)))
+            if n == 12:
+                engine.abort(ids[0])
+            if engine.step() is None:
+                return engine.run
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return {name: toy_run(**kw) for name, kw in CASES.items()}
+    return {name: toy_run(**kw) for name, kw in CASES.items()} | {"engine": engine_run()}
 
 
 def test_the_toy_covers_what_it_is_for(runs):
     assert any(s.preempted for s in runs["small pool"].steps)
     assert any(s.hits for s in runs["shared prefix"].steps)
+    for event in ("preempted", "hits", "aborted"):
+        assert any(getattr(s, event) for s in runs["engine"].steps), event
     assert len(runs["long"].steps) > 130  # more than two checkpoints
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "engine"])
 def test_frame_packs_what_the_engine_packs(runs, name):
     """cu_seqlens_q, seq_lens_k, positions, slots and rows against PackedBatch, built from Requests."""
     run = runs[name]
@@ -57,7 +78,7 @@ def test_frame_packs_what_the_engine_packs(runs, name):
             assert f[ours] == theirs.tolist(), (ours, i)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "engine"])
 def test_frame_counts_agree_with_the_record(runs, name):
     run = runs[name]
     for i, step in enumerate(run.steps):
@@ -131,7 +152,7 @@ def by_index(run, f):
 
 
 @needs_node
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "engine"])
 def test_javascript_computes_the_same_frames(runs, name):
     run = runs[name]
     n = len(run.steps)
@@ -255,6 +276,12 @@ def test_two_runs_give_two_frames(runs):
     w.state = {"step": 5, "sync": "step"}
     assert w.run() == [scrubber.frame(r, 5) for r in (runs["plain"], runs["prefill first"])]
     assert str(w).count("step 5 of") == 2
+    w.state = {"selection": {"gap": [0, 0], "run": 1}}
+    assert str(w).count("A waited 503 ms for its token 1") == 1  # in prefill_first only
+    w.state = {"selection": {"request": 0, "position": 3}}
+    assert str(w).count("selected A's token 3") == 2
+    with pytest.raises(Exception, match=r"run must lie in 0…1, got 2"):
+        w.state = {"selection": {"gap": [0, 0], "run": 2}}
     with pytest.raises(ValueError, match="one run or two, got 3"):
         scrubber.scrub(*[runs["plain"]] * 3)
 

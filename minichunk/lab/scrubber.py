@@ -253,7 +253,7 @@ class Scrubber(anywidget.AnyWidget):
     """`state`: {"step", "selection", "sync"}; set it from Python or with the mouse, the same.
 
     step: position of the slider (of one run: its step). selection: None, {"request": id, "position": p} for a token or
-    {"gap": [id, k]} for the gap after the id's token k. sync: "time" or "step", how two runs go together.
+    {"gap": [id, k]} for the gap after the id's token k ("run": 1 beside it for the second run's). sync: "time" or "step", how two runs go together.
     `status`: one line in the widget; an error in your own observer appears there.
     """
 
@@ -285,19 +285,23 @@ class Scrubber(anywidget.AnyWidget):
         return state
 
     def _checked_selection(self, selection: dict) -> dict:
-        if set(selection) == {"gap"}:
-            id, k = selection["gap"]
-            gaps.gap_of(self.runs[0], id, k)
-            return {"gap": [id, k]}
+        """A token needs to be there in one of the runs, a gap in the run that it names."""
+        if set(selection) <= {"gap", "run"} and "gap" in selection:
+            (id, k), n = selection["gap"], selection.get("run", 0)
+            if n not in range(len(self.runs)):
+                raise ValueError(f"run must lie in 0…{len(self.runs) - 1}, got {n!r}")
+            gaps.gap_of(self.runs[n], id, k)
+            return {"gap": [id, k], **({"run": n} if n else {})}
         if set(selection) != {"request", "position"}:
             raise ValueError(f'selection must be None, {{"request", "position"}} or {{"gap"}}, got {selection}')
         id, p = selection["request"], selection["position"]
-        if id not in self.runs[0].requests:
+        counts = [
+            len(r.requests[id].prompt_ids) + len(r.requests[id].output_ids) for r in self.runs if id in r.requests
+        ]
+        if not counts:
             raise ValueError(f"no request {id!r} in this run; it has {list(self.runs[0].requests)}")
-        request = self.runs[0].requests[id]
-        count = len(request.prompt_ids) + len(request.output_ids)
-        if not isinstance(p, int) or not 0 <= p < count:
-            raise ValueError(f"request {id!r} has {count} tokens, so positions 0…{count - 1}; got {p!r}")
+        if not isinstance(p, int) or not 0 <= p < max(counts):
+            raise ValueError(f"request {id!r} has {max(counts)} tokens, so positions 0…{max(counts) - 1}; got {p!r}")
         return selection
 
     def set_state(self, sync_data):
@@ -318,11 +322,17 @@ class Scrubber(anywidget.AnyWidget):
         """Back to the first step, nothing selected."""
         self.state = {}
 
+    def _selection_in(self, n: int) -> dict | None:
+        """The selection, if it lies in the n-th run."""
+        chosen, requests = self.state["selection"], self.runs[n].requests
+        if chosen is None or "gap" in chosen:
+            return chosen if chosen and chosen.get("run", 0) == n else None
+        r = requests.get(chosen["request"])
+        return chosen if r and chosen["position"] < len(r.prompt_ids) + len(r.output_ids) else None
+
     def __str__(self) -> str:
         at = positions(self.runs, self.state["sync"])[self.state["step"]]
-        return "\n\n".join(
-            text(run, i, self.state["selection"] if not n else None) for n, (run, i) in enumerate(zip(self.runs, at))
-        )
+        return "\n\n".join(text(run, i, self._selection_in(n)) for n, (run, i) in enumerate(zip(self.runs, at)))
 
     __repr__ = __str__
 

@@ -100,7 +100,7 @@ def test_a_click_on_a_token_lights_it_in_every_pane(scrubber):
         "const { lay } = arguments[0].mcApp.views[0], [x, y] = lay.xy(arguments[1]); return [x + lay.cell / 2, y + lay.cell / 2];",
         root(lab, cell), row,
     )  # fmt: skip
-    strip = root(lab, cell).find_element("css selector", "canvas[aria-label='packed batch']")
+    strip = root(lab, cell).find_element("css selector", "canvas[data-shows='packed batch']")
     lab.driver.execute_script("arguments[0].scrollIntoView({ block: 'center' })", strip)
     size = strip.size
     ActionChains(lab.driver).move_to_element_with_offset(

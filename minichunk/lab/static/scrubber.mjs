@@ -579,7 +579,7 @@ const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 class RunView {
   constructor(player, app) {
     Object.assign(this, { player, app, hover: { row: -1, block: -1 } });
-    const canvas = (label) => h("canvas", { role: "img", "aria-label": label });
+    const canvas = (label) => h("canvas", { role: "img", "aria-label": label, "data-shows": label });
     this.c = { budget: canvas("budget"), strip: canvas("packed batch"), mask: canvas("mask row"), grid: canvas("block pool"), slots: canvas("slots of a block"), overview: canvas("all steps"), lines: canvas("time line") };
     const part = (name) => (this[name] = h(`div.${name}`));
     const pane = (title, side, ...body) => h("section.pane", { "aria-label": title }, h("h4.title", {}, title, side), ...body);
@@ -651,6 +651,7 @@ class RunView {
     const { player, f } = this, r = player.run.ids.indexOf(selection.gap ? selection.gap[0] : selection.request);
     if (r < 0) return null;
     if (selection.gap) {
+      if ((selection.run ?? 0) !== this.app.views.indexOf(this)) return { r, p: -1, row: -1, block: -1, moment: -1 };
       const gap = [r, selection.gap[1]], who = player.late[r].get(gap[1])?.[2];
       return { r, also: who?.[0], p: -1, row: -1, block: -1, moment: -1, gap };
     }
@@ -681,6 +682,10 @@ class RunView {
     this.drawTable(f, pick);
     this.drawBlockTable(f, pick, view(this.c.slots));
     this.drawGap(pick, f);
+    const say = (canvas, text) => canvas.setAttribute("aria-label", `${canvas.dataset.shows}: ${text}`);
+    say(this.c.strip, f.chunks.map((q) => run.letters[q.r] + (q.length > 1 ? ` ${q.start} to ${q.end - 1}` : "")).join(", "));
+    say(this.c.grid, this.pool.textContent);
+    say(this.c.overview, `step ${i} of ${player.n}, ${this.summary(f)}`);
     if (pick || hover.block >= 0) this.reveal();
   }
 
@@ -746,7 +751,8 @@ class RunView {
     for (let k = p + 1; k < Math.min(tokens.length, chunk.end) && after.length < 24; k++) after += word(k);
     this.word.replaceChildren(
       h("div.text", {}, before, h("mark", {}, word(p)), after),
-      h("div", {}, `row ${row} · ${run.letters[chunk.r]}'s token ${p} (id ${tokens[p]}) · slot ${f.slots[row]} · mask row: sees keys 0…${p} of ${chunk.end}`));
+      h("div", {}, `row ${row} · ${run.letters[chunk.r]}'s token ${p} (id ${tokens[p]}) · slot ${f.slots[row]}`),
+      h("div", {}, `mask row: sees keys 0…${p} of ${chunk.end}`));
     drawMask(this.c.mask, view, chunk, p);
   }
 
@@ -825,6 +831,7 @@ class App {
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
     this.media = matchMedia("(prefers-color-scheme: dark)");
     this.media.addEventListener("change", redraw);
+    this.unmedia = () => this.media.removeEventListener("change", redraw);
     this.draw();
   }
 
@@ -833,6 +840,7 @@ class App {
     clearTimeout(this.sending);
     this.watch.disconnect();
     this.themes.disconnect();
+    this.unmedia();
     this.closed = true;
   }
 
@@ -902,17 +910,19 @@ class App {
   /** Selects a long gap and goes to the step of its culprit. */
   pickGap(view, [r, k]) {
     const gap = view.player.late[r].get(k);
-    this.set({ selection: { gap: [view.player.run.ids[r], k] } });
+    const run = this.views.indexOf(view);
+    this.set({ selection: { gap: [view.player.run.ids[r], k], ...(run ? { run } : {}) } });
     if (gap?.[2]) this.showStep(view, gap[2][1]);
   }
 
-  /** The long gap after (or before) the one selected, in order of time. */
+  /** The long gap after (or before) the one selected, of any run, in order of time. */
   nextGap(way) {
-    const view = this.views[0], { player } = view, time = (g) => player.times[g[0]][g[1]] + g[0] / 1e4;
-    const all = [...player.run.gaps].sort((a, b) => time(a) - time(b));
-    if (!all.length) return this.say("no long gaps in this run");
-    const now = this.state.selection?.gap, at = now ? all.findIndex((g) => player.run.ids[g[0]] === now[0] && g[1] === now[1]) : way > 0 ? -1 : all.length;
-    const [r, k] = all[clamp(at + way, 0, all.length - 1)];
+    const all = this.views.flatMap((view) => view.player.run.gaps.map(([r, k]) => ({ view, r, k, t: view.player.times[r][k] })));
+    if (!all.length) return this.say("no long gaps");
+    all.sort((a, b) => a.t - b.t || a.r - b.r);
+    const now = this.state.selection, is = (g) => g.view === this.views[now.run ?? 0] && g.k === now.gap[1] && g.view.player.run.ids[g.r] === now.gap[0];
+    const at = now?.gap ? all.findIndex(is) : way > 0 ? -1 : all.length;
+    const { view, r, k } = all[clamp(at + way, 0, all.length - 1)];
     this.pickGap(view, [r, k]);
   }
 
@@ -1013,12 +1023,14 @@ class App {
   }
 }
 
-/** Puts a scrubber into `root`. */
+/** Puts a scrubber into `root`, in the place of the text twin. */
 export async function mount(root, data, store) {
-  root.textContent = "…";
-  const app = new App(root, await unpack(data), store);
-  root.mcApp = app;
-  return app;
+  try {
+    return (root.mcApp = new App(root, await unpack(data), store));
+  } catch (error) {
+    root.append(`The scrubber does not work in this browser (${error.message}). print(w) shows the same as text.`);
+    throw error;
+  }
 }
 
 /** The saved page: no kernel, the state lives here. */
