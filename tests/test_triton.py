@@ -297,3 +297,52 @@ def test_check_refuses_by_name():
     for layer, dtype, block_size, words in bad:
         with pytest.raises(Unsupported, match=words):
             backend.check([good, layer], block_size, dtype, DEVICE)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_with_other_integers():
+    """One bucket of 64 rows and 6 sequences, captured with its planning on one batch, replayed on two others."""
+    layer, dtype = spec(4, 2, 64), torch.float16
+    contents = [
+        ([(0, 30), (200, 1), (9, 1)], (32, 3)),
+        ([(300, 1), (5, 57), (0, 1), (77, 1), (64, 4)], (0, 1)),
+        ([(n, 1) for n in (1, 500, 16, 31, 250)], (59, 1)),
+    ]
+    batches = [Batch(sizes, layer, 16, dtype, seed, padding) for seed, (sizes, padding) in enumerate(contents)]
+    pool = [torch.zeros(80, 16, 2, 64, dtype=dtype, device=DEVICE) for _ in range(2)]
+    query = torch.zeros(64, 8, 64, dtype=dtype, device=DEVICE)
+    zeros = lambda *shape, kind=torch.int32: torch.zeros(*shape, dtype=kind, device=DEVICE)  # noqa: E731
+    meta = StepMeta(zeros(7), zeros(6), zeros(6, 32), zeros(64, kind=torch.int64), 64, 512)
+
+    def fill(batch):
+        for old, new in zip(pool, (batch.key_cache, batch.value_cache)):
+            old[: len(new)] = new.to(DEVICE)
+        query.copy_(batch.query)
+        for name in ("cu_seqlens_q", "seq_lens_k", "slot_mapping"):
+            getattr(meta, name).copy_(getattr(batch.meta, name))
+        meta.block_tables[:, : batch.meta.block_tables.shape[1]] = batch.meta.block_tables
+
+    backend = TritonAttention()
+    step = lambda: (backend.plan(meta), backend.attend(query, *pool, meta, layer))[1]  # noqa: E731
+    fill(batches[0])
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for batch in batches:
+        fill(batch)
+        graph.replay()
+        error = (out[: batch.num_rows].cpu().double() - batch.expected()).abs().max().item()
+        assert error < TOLERANCE[dtype], f"largest error {error} for {batch.sizes}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_default_tiles_of_each_dtype(dtype, tolerance, head_dim):
+    batch = Batch([(300, 1), (10, 60), (0, 3)], spec(4, 2, head_dim), 16, dtype)
+    got = batch.attend(TritonAttention())[: batch.num_rows].double()
+    assert (got - batch.expected()).abs().max().item() < tolerance
