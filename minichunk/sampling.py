@@ -6,13 +6,15 @@ There is no generator state, so preemption, the order of the batch and CUDA grap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minichunk.request import Request, TokenLogprobs
+from minichunk.request import Request, SamplingParams, TokenLogprobs
 
+HAS_TRITON = find_spec("triton") is not None
 _MASK = (1 << 64) - 1
 
 
@@ -39,10 +41,15 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
 
     A row that holds no finite maximum (NaN, or nothing but -inf) gives None: that request alone has failed.
     """
-    best, greedy = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
-    chosen = choose(logits, requests, greedy)
-    # All of this is queued behind the forward; the one wait of a step is here.
-    tokens = [t if t >= 0 else None for t in torch.where(torch.isfinite(best), chosen, -1).tolist()]
+    # All of this is queued behind the forward; the one wait of a step is tolist.
+    if logits.is_cuda and HAS_TRITON and not any(_is_special(r.params) for r in requests):
+        from minichunk.sampling_kernel import pick
+
+        chosen = pick(logits, _put(_numbers(requests), torch.float64, logits.device))
+    else:
+        best, greedy = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
+        chosen = torch.where(torch.isfinite(best), choose(logits, requests, greedy), -1)
+    tokens = [token if token >= 0 else None for token in chosen.tolist()]
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for i, request in enumerate(requests):
         if request.params.logprobs is not None and tokens[i] is not None:
@@ -52,6 +59,23 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
                 tokens[i], float(row[tokens[i]]), dict(zip(top.indices.tolist(), top.values.tolist()))
             )
     return tokens, logprobs
+
+
+def _is_special(params: SamplingParams) -> bool:
+    """Neither greedy nor a plain draw."""
+    return bool(params.top_k) or params.top_p < 1 or params.repetition_penalty != 1
+
+
+def _numbers(requests: Sequence[Request]) -> list[list[float]]:
+    """[temperatures, uniforms] of the next tokens."""
+    return [
+        [r.params.temperature for r in requests],
+        [_next_uniform(r) if r.params.temperature else 0.0 for r in requests],
+    ]
+
+
+def _next_uniform(request: Request) -> float:
+    return uniform(request.seed, len(request.token_ids) - request.num_prompt_tokens)
 
 
 def choose(logits: Tensor, requests: Sequence[Request], greedy: Tensor | None = None) -> Tensor:
@@ -66,7 +90,7 @@ def choose(logits: Tensor, requests: Sequence[Request], greedy: Tensor | None = 
         (_draw_likely, [i for i in drawn if params[i].top_k or params[i].top_p < 1]),
     ):
         if rows:
-            u = [uniform(requests[i].seed, len(requests[i].token_ids) - requests[i].num_prompt_tokens) for i in rows]
+            u = [_next_uniform(requests[i]) for i in rows]
             if len(rows) == len(params):
                 return draw(logits, params, u)
             index = _put(rows, torch.int64, logits.device)

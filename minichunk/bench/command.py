@@ -45,3 +45,34 @@ def serve(
     else:
         raise typer.BadParameter("give --peer transformers, or --trace")
     sides.write_json(result, out)
+
+
+@app.command()
+def steps(
+    repeats: Annotated[int, typer.Option(min=1, help="Replays of each case, there and again on the way back.")] = 30,
+    profile: Annotated[bool, typer.Option("--profile", help="Also list each step's kernels by time.")] = False,
+    free_lunch: Annotated[bool, typer.Option("--free-lunch", help="The sweep of chunk sizes 1 … 4096 instead, graph and eager.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="The GPU's idle time between decode steps of the engine instead.")] = False,
+    out: Out = None,
+):  # fmt: skip
+    """Steps on the GPU beside their serial roof: decodes, mixed batches."""
+    from minichunk.bench import steps as room
+    from minichunk.bench.peer import write_json
+
+    result = room.free_lunch() if free_lunch else room.idle() if idle else room.steps(repeats, profile=profile)
+    write_json(result, out)
+
+
+@app.command()
+def offline(
+    peer: Annotated[str | None, typer.Option(help="transformers: its continuous batching, with flash_attention_2.")] = None,
+    budget: Annotated[int, typer.Option(min=256, help="Tokens a step, at most.")] = 8192,
+    out: Out = None,
+):  # fmt: skip
+    """nano-vllm's benchmark on the GPU: 256 requests of 100–1024 tokens in and out, output tokens a second."""
+    from minichunk.bench import offline as room
+    from minichunk.bench.peer import write_json
+
+    if peer not in (None, "transformers"):
+        raise typer.BadParameter(f"--peer knows transformers, got {peer!r}")
+    write_json(room.offline(peer, budget), out)
