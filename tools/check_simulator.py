@@ -113,34 +113,49 @@ def head(*cells) -> None:
     print("|" + "---|" * len(cells))
 
 
-def steps() -> None:
-    print("### Layers without attention, predicted / measured (Vidur)\n")
-    head("GPU, model, TP", *(str(n) for n in TOKENS))
-    for gpu in dict.fromkeys(key[0] for key in VIDUR):
-        found = layers_fit(gpu)
-        for (on, model, tp), measured in VIDUR.items():
-            if on != gpu:
-                continue
-            cost = CostModel(model, gpu, tp, efficiency=found.model.efficiency)
-            ratios = []
+def vidur_ratios(gpu: str):
+    """The fit, and {(model, tp): predicted / measured for each of TOKENS}."""
+    found, ratios = layers_fit(gpu), {}
+    for (on, model, tp), measured in VIDUR.items():
+        if on == gpu:
+            cost, ratios[model, tp] = CostModel(model, gpu, tp, efficiency=found.model.efficiency), []
             for n, ms in zip(TOKENS, measured):
                 w = work([(0, n, False)])
-                ratios.append(1e3 * cost.seconds_of([o for o in operators(model, w, tp) if o.name in LAYERS], w) / ms)
-            row(f"{gpu} {model} {tp}{' (fitted)' if (model, tp) in TAUGHT else ''}", *ratios)
-        print(f"<!-- {gpu}: {found} -->")
+                layers = [op for op in operators(model, w, tp) if op.name in LAYERS]
+                ratios[model, tp].append(1e3 * cost.seconds_of(layers, w) / ms)
+    return found, ratios
+
+
+def yi_ratios():
+    """The fit, and a row (step, measured ms, predicted / measured, "fitted" or "predicted") for each step."""
     found = yi_fit()
-    print(f"\n### Yi-34B on two A100, predicted / measured (Sarathi-Serve)\n\n{found}\n")
-    names = [f"prefill {n}" for n in YI_PREFILL] + [f"{n} decodes" for n in YI_DECODE]
+    names = [f"prefill {n:,}" for n in YI_PREFILL] + [f"{n} decodes" for n in YI_DECODE]
     measured = [*YI_PREFILL.values(), *YI_DECODE.values()]
-    head("step", "measured, ms", "ratio", "")
-    for name, ms, ratio in zip(names, measured, found.ratios):
-        row(name, f"{ms}", ratio, "fitted")
+    rows = [(name, ms, ratio, "fitted") for name, ms, ratio in zip(names, measured, found.ratios)]
     for name, chunks, ms in YI_TABLE_2:
-        row(f"{name} (table 2)", f"{ms}", 1e3 * found.model.seconds(chunks) / ms, "predicted")
+        rows.append((f"{name} (table 2)", ms, 1e3 * found.model.seconds(chunks) / ms, "predicted"))
     for prompt, totals in YI_CHUNKED.items():
         for chunk, ms in totals.items():
-            ratio = 1e3 * sum(found.model.seconds([c]) for c in split(prompt, chunk)) / ms
-            row(f"{prompt} in chunks of {chunk} (fig. 9)", f"{ms}", ratio, "predicted")
+            seconds = sum(found.model.seconds([c]) for c in split(prompt, chunk))
+            rows.append((f"{prompt:,} in chunks of {chunk:,} (fig. 9)", ms, 1e3 * seconds / ms, "predicted"))
+    return found, rows
+
+
+def steps() -> None:
+    print("### Layers without attention, predicted / measured (Vidur)\n")
+    head("GPU, model, TP; tokens:", *(f"{n:,}" for n in TOKENS))
+    fits = {}
+    for gpu in dict.fromkeys(key[0] for key in VIDUR):
+        fits[gpu], ratios = vidur_ratios(gpu)
+        for (model, tp), values in ratios.items():
+            row(f"{gpu}, {model}, {tp}{' (fitted)' if (model, tp) in TAUGHT else ''}", *values)
+    for gpu, found in fits.items():
+        print(f"\n{gpu}: {found}")
+    found, rows = yi_ratios()
+    print(f"\n### Yi-34B on two A100, predicted / measured (Sarathi-Serve)\n\n{found}\n")
+    head("step", "measured, ms", "ratio", "")
+    for name, ms, ratio, how in rows:
+        row(name, f"{ms}", ratio, how)
 
 
 def latency(requests: int) -> None:
@@ -187,16 +202,18 @@ def chunks_alone():
     return plan_step
 
 
-def capacities(requests: int, workers: int, tolerance: float) -> None:
+def capacities(rows: list[int], requests: int, workers: int, tolerance: float) -> None:
     print(f"### Capacity: highest rate with P99 TBT ≤ SLO and median queueing ≤ 2 s, {requests} requests\n")
     head("model, GPU, trace", "SLO, s", "budget", "prefill_first", "whole_prompt", "mixed", "mixed / prefill_first", "published", "ratio", "mixed / whole_prompt", "published", "source")  # fmt: skip
-    for model, gpu, tp, trace, slo, budget, to_vllm, to_orca, source in CAPACITY:
+    for model, gpu, tp, trace, slo, budget, to_vllm, to_orca, source in (CAPACITY[i] for i in rows):
         cost = CostModel(model, gpu, tp, efficiency=serving())
         asked = workloads.sample(trace, requests, 0, max_total=8192)
 
         def rate(policy, **options):
             options |= dict(prefix_cache=False)  # the papers' systems had none
-            found = capacity(asked, cost, slo, policy=policy, workers=workers, low=0.5, tolerance=tolerance, **options)
+            found = capacity(
+                asked, cost, slo, policy=policy, workers=workers, low=0.125, tolerance=tolerance, **options
+            )
             return found.rate
 
         first, whole, mixed = rate("prefill_first"), rate("whole_prompt"), rate("mixed", max_batch_tokens=budget)
@@ -227,11 +244,12 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.04)
+    parser.add_argument("--rows", type=int, nargs="*", default=range(len(CAPACITY)), help="of the capacity table")
     given = parser.parse_args()
     if given.what == "steps":
         steps()
     elif given.what == "latency":
         latency(128)
     else:
-        capacities(given.requests, given.workers, given.tolerance)
+        capacities(given.rows, given.requests, given.workers, given.tolerance)
         offline(given.requests)
