@@ -464,10 +464,10 @@ class Engine:
         del self._requests[request.id]
         text = request.detokenizer
         try:
-            if text:
+            if text and not error:
                 text.flush()
         except Exception as failure:  # of the tokenizer: the request leaves all the same
-            reason, error = "error", error or _cause(failure)
+            reason, error = "error", _cause(failure)
         request.finish_reason, request.error, request.metrics.finished = reason, error, now
         logprobs = request.logprobs if request.params.logprobs is not None else None
         self._completions[request.id] = Completion(

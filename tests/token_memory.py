@@ -7,6 +7,7 @@ The next token hangs on the checksum alone, so `expected` can be computed withou
 
 import random
 import zlib
+from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
@@ -94,7 +95,11 @@ def _loaded():
 
 def memory_engine(**options):
     """An Engine over a TokenMemory; max_model_len 64, check on. The model beneath was loaded and verified once."""
-    with patch.multiple("minichunk.engine", load=lambda *_, **__: _loaded(), _verify=lambda *_: None):
+    with patch.multiple(
+        "minichunk.engine",
+        load=lambda *_, tokenizer, **__: replace(_loaded(), tokenizer=tokenizer),
+        _verify=lambda *_: None,
+    ):
         engine = Engine("a memory of tokens", **{"check": True, **options})
     engine.runner = TokenMemory(engine.runner)
     return engine
