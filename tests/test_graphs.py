@@ -310,15 +310,31 @@ def test_a_graph_writes_its_batchs_slots_and_the_spare_block_and_nothing_else():
 
 
 @pytest.mark.gpu
-def test_bfloat16_logits_agree_with_transformers():
-    """Largest difference at most 5% of the largest logit: bfloat16 keeps 8 bits, and the order of sums differs."""
-    from minichunk.families import verify
-
-    loaded = load("random:qwen3-0.6b", device="cuda", dtype=torch.bfloat16)
+def test_bfloat16_is_as_near_to_float32_as_transformers_own_bfloat16_forward_is(capsys):
+    """Same weights, rounded to bfloat16. The tolerance is transformers' own distance from its float32 forward, and a
+    quarter more; greedy tokens that differ from the float32 model's are counted for both."""
     from minichunk.attention import make_backend
+    from minichunk.shapes import random_model
 
+    half = load("random:qwen3-0.6b", device="cuda", dtype=torch.bfloat16)
     runner = ModelRunner(
-        loaded.model, loaded.layers, make_backend("triton", torch.device("cuda")), 64, 16,
+        half.model, half.layers, make_backend("triton", torch.device("cuda")), 64, 16,
         compile=True, merge=True, buckets=make_buckets(8, 64, 16),
     )  # fmt: skip
-    assert verify(loaded.model, loaded.layers, lambda s, steps: chunk_logits(runner, s, steps)) < 0.05
+    own = random_model("qwen3-0.6b", device="cuda", dtype=torch.bfloat16).eval()
+    ids = np.random.default_rng(0).integers(10000, size=(2, 200)).tolist()
+    steps = [[(0, at, 31), (1, at, 33)] for at in (0,)] + [[(0, 31, 1), (1, 33, 60)], [(0, 32, 1), (1, 93, 1)]]
+    steps += [[(0, 33 + i, 1), (1, 94 + i, 1)] for i in range(60)]
+    found = chunk_logits(runner, ids, steps).float()
+    ends = [(i, start + length - 1) for step in steps for i, start, length in step]
+    with torch.inference_mode():
+        tokens = torch.tensor(ids, device="cuda")
+        theirs = own(input_ids=tokens, use_cache=False).logits.float()
+        exact = own.float()(input_ids=tokens, use_cache=False).logits
+    theirs, exact = (torch.stack([x[i, at] for i, at in ends]) for x in (theirs, exact))
+    error, allowed = ((x - exact).norm() / exact.norm() for x in (found, theirs))
+    flips = [int((x.argmax(-1) != exact.argmax(-1)).sum()) for x in (found, theirs)]
+    with capsys.disabled():
+        print(f"bfloat16: relative error {error:.4f} (transformers {allowed:.4f}), greedy tokens that differ from float32 in "
+              f"{len(ends)} rows: {flips[0]} (transformers {flips[1]})")  # fmt: skip
+    assert error <= 1.25 * allowed
