@@ -70,10 +70,11 @@ def test_two_runs_and_a_gap_in_light_and_dark(offline, tmp_path, scheme):
     driver.execute_script(f"{ROOT}.focus()")
     ActionChains(driver).send_keys("n").perform()
     until("a gap is selected", lambda: "gap" in driver.execute_script(f"return {ROOT}.dataset.selection"))
-    id, k = json.loads(driver.execute_script(f"return {ROOT}.dataset.selection"))["gap"]
-    assert scrubber.gaps.explain(pair[0], id, k) in driver.find_element("id", "scrubber").text
-    who = scrubber.gaps.culprit(pair[0], id, k)
-    assert driver.execute_script(f"return {ROOT}.mcApp.views[0].f.step") == who["step"]
+    chosen = json.loads(driver.execute_script(f"return {ROOT}.dataset.selection"))
+    (id, k), n = chosen["gap"], chosen.get("run", 0)
+    assert scrubber.gaps.explain(pair[n], id, k) in driver.find_element("id", "scrubber").text
+    who = scrubber.gaps.culprit(pair[n], id, k)
+    assert driver.execute_script(f"return {ROOT}.mcApp.views[{n}].f.step") == who["step"]
     small = driver.execute_script(
         f"return [...{ROOT}.querySelectorAll('*')].filter((e) => e.childNodes.length && [...e.childNodes].some((n) => n.nodeType === 3"
         " && n.textContent.trim()) && parseFloat(getComputedStyle(e).fontSize) < 14).map((e) => e.outerHTML.slice(0, 80))"

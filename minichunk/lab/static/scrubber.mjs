@@ -213,7 +213,8 @@ const light = (css) => { const [r, g, b] = rgb(css); return 0.299 * r + 0.587 * 
 class Paint {
   constructor(root, themes, hatches) {
     const style = getComputedStyle(root);
-    this.dark = light(style.backgroundColor) < 128;
+    const said = document.body.dataset.jpThemeLight; // JupyterLab says it before its new style sheet has come
+    this.dark = said ? said === "false" : light(style.backgroundColor) < 128;
     Object.assign(this, themes[this.dark ? "dark" : "light"]);
     this.ui = style.fontFamily;
     this.code = style.getPropertyValue("--mc-code");
