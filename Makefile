@@ -51,10 +51,14 @@ $(INSTALLED): $(BIN)/python requirements.lock requirements-torch.txt pyproject.t
 model: $(INSTALLED)
 	@$(BIN)/python -c 'from minichunk import smollm2; smollm2.ensure()'
 
-test: setup
+$(VENV)/.triton: $(INSTALLED) requirements-triton.txt
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements-triton.txt
+	@touch $@
+
+test: setup $(VENV)/.triton
 	$(PYTEST) --nbmake -m "not browser" --durations=10 tests notebooks
 
-test-fast: $(INSTALLED)
+test-fast: $(INSTALLED) $(VENV)/.triton
 	$(PYTEST) -m "not smollm2 and not notebook and not browser" tests
 
 test-browser: setup

@@ -12,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():  # read when triton is imported, which transformers does
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from minichunk.threads import num_threads  # noqa: E402
 
 torch.set_num_threads(num_threads())

@@ -76,3 +76,15 @@ def offline(
     if peer not in (None, "transformers"):
         raise typer.BadParameter(f"--peer knows transformers, got {peer!r}")
     write_json(room.offline(peer, budget), out)
+
+
+@app.command()
+def kernels(
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each contender, order balanced.")] = 30,
+    out: Out = None,
+):
+    """Attention on the GPU: ours, FlashInfer's and flash-attn's where they are installed, beside the roof."""
+    from minichunk.bench import kernels as room
+    from minichunk.bench.peer import write_json
+
+    write_json(room.run(None, rounds), out)
