@@ -14,8 +14,12 @@ WRONG = [case for name in MODULES for case in importlib.import_module(f"wrong.{n
 TABLE = {
     "00.1": {"two_decodes", "one_token_prompt_chunk", "prompt_only"},
     "00.2": {"queue_lost", "gap_has_ttft", "n_minus_1"},
+    "10.1": {"tokens_refed", "wrong_row", "length"},
+    "10.2": {"mul_add", "weights_reread", "bytes_per_value"},
     "20.1": {"static", "idle_slot", "mean"},
     "20.2": {"skipped_steps", "outside_gap", "off_by_one"},
+    "30.1": {"top_left", "no_self", "sees_future"},
+    "30.2": {"equal_parts", "no_causal_half", "lost_tokens"},
     "40.1": {"decode_missing", "over_budget", "budget_left"},
     "40.2": {"decodes_free", "median_slo", "one_too_far"},
 }
