@@ -9,8 +9,21 @@ _HOME = {
     "exercises": ["WrongAnswer", "broken", "check", "exercise", "solved"],
     "predictions": ["lock", "predict", "reveal", "score", "skip", "which_bug"],
     "scenes": ["QUESTIONS", "document", "engine", "pieces", "rush_hour", "same_answers", "step_sweep"],
+    "scenes_blocks": [
+        "ask",
+        "compare_answers",
+        "engine_on",
+        "engine_packing",
+        "explore_blocks",
+        "replay_blocks",
+        "row_errors",
+        "running_example",
+        "waste",
+        "your_pool",
+    ],
     "controls": ["budget_selector", "steps_table"],
     "views": ["budget_latency", "stalls", "step_strip", "timeline", "ttft_tbt"],
+    "views_blocks": ["block_map", "packed_mask", "row_error_bars", "waste_by_policy"],
     "scrubber": ["scrub"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
