@@ -62,6 +62,12 @@ def test_not_started_uses_the_reference(my, capsys):
     assert not (my / "solved").exists()
 
 
+def test_running_the_check_again_does_not_pass_with_the_reference(my, capsys):
+    used = lab.exercise("00.1", lab.exercise("00.1", unfinished))
+    assert exercises.code_of(used) == "REFERENCE" and not (my / "solved").exists()
+    assert capsys.readouterr().out.count("not started") == 2
+
+
 def test_not_started_is_an_error_where_solutions_are_required(monkeypatch):
     monkeypatch.setenv("MINICHUNK_REQUIRE_SOLVED", "1")
     with pytest.raises(lab.WrongAnswer, match="not started"):
@@ -440,3 +446,25 @@ def test_rush_hour_and_sameness():
     assert len(runs[0].requests) == 7 and runs[0].stalls(0) == 7 * 3
     runs[1].requests[3].output_ids[2] += 1
     assert lab.same_answers(runs) == "answers identical: no, 1 of 7 token lists differ: request 3"
+
+
+def test_of_all_plans_the_check_accepts_one_and_it_is_the_references():
+    """Every assignment of lengths to small generated queues is tried: the rules leave one plan, in any order of pairs."""
+    import itertools
+    import random
+
+    from minichunk.lab.checks import c40
+
+    rng, tried = random.Random(1), 0
+    while tried < 60:
+        running, waiting, budget, chunk_size = case = c40.queues(rng, 2)
+        requests = [*running, *waiting]
+        if not requests:
+            continue
+        tried += 1
+        accepted = []
+        for lengths in itertools.product(*(range(r.num_left + 2) for r in requests)):
+            plan = [(r, n) for r, n in zip(requests, lengths) if n]
+            if c40.problem(*case, plan) is None:
+                accepted.append({r.id: n for r, n in plan})
+        assert accepted == [{r.id: n for r, n in c40.plan_step(*case)}], c40.draw(*case)

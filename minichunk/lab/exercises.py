@@ -53,7 +53,10 @@ def exercise(id: str, fn: Callable) -> Callable:
     Raises WrongAnswer with the explanation; with MINICHUNK_REQUIRE_SOLVED=1 also when it is not started.
     """
     entry = find(id, Exercise)
-    result = check(id, fn)
+    if fn is entry.reference:  # the cell ran again without the one that defines the learner's function
+        result = Result(False, "not_started", f"{id} {entry.name}: this is the reference.")
+    else:
+        result = check(id, fn)
     if result.ok:
         _passed[id] = fn
         print(f"✔ {id} passed: {result.message}\n  {_keep(id, fn)}")

@@ -125,8 +125,9 @@ lab.reveal("00b", "All answers stay the same" if "yes" in said else "A few token
 
 # %% [markdown]
 """
-A request never sees who else is in its step. Its tokens are computed in the same order, from the same history, with
-the same weights, in exact enough arithmetic (float32) that the best next token is always the same one.
+A request never sees who else is in its step. Its tokens are computed from the same history, with the same weights, and
+float32 is exact enough that the likeliest next token stays the same. (In bfloat16, where numbers are coarser, another
+budget flips a token now and then.)
 
 So the schedule is free to choose. Here is one run, step by step: height is the number of tokens, each request has its
 own colour, hatch and letter. The document is G.
@@ -244,7 +245,7 @@ one.
 
 1. A step holds 6 decodes and a chunk of 58 tokens. How many new tokens will users see after it?
 2. Why does an answer of 8 tokens take 8 steps and not 9?
-3. Your budget is 64 and six people read. In how many steps is a prompt of 571 tokens done?
+3. Your budget is 32 and six people read. In how many steps is a prompt of 260 tokens done?
 
 **What breaks next.** We were kind: decodes came first. Notebook 20 shows what one long prompt does to everybody when
 they do not.

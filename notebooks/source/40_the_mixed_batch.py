@@ -3,7 +3,7 @@
 """
 # 40 · The mixed batch
 
-*Decodes first, prompts fill the rest: my fifteen lines bound everyone's TBT.*
+*Decodes first, prompts fill the rest: my ten lines bound everyone's TBT.*
 
 You will
 
@@ -166,8 +166,8 @@ lab.scrub(mine, frozen)
 """
 ## How large may the budget be?
 
-You promise your readers a longest pause, say 400 ms. A small budget keeps the promise with ease, but makes documents
-slow. So take the *largest* budget that keeps it. First measure how long a step takes on this machine, by tokens in it:
+You promise your readers a longest pause. A small budget keeps the promise with ease, but makes documents slow. So take
+the *largest* budget that keeps it. First measure how long a step takes on this machine, by tokens in it:
 the median (P50), and the time that 95 of 100 steps stay below (P95).
 """
 
@@ -226,8 +226,8 @@ about *typical* steps, and one has to measure again under load.
 
 *Difficulty: medium. Spend up to 5 minutes.*
 
-A classmate's scheduler runs below, with a budget of 64. All answers are right, and no reader stands still. Still,
-something is wrong: look at the budget in the steps that hold a chunk of the document, and count.
+A classmate's scheduler runs below, with a budget of 64. All answers are right, and every reader has a token in every
+step. Yet the check refuses it. Look at the budget in the steps that hold a chunk of the document (G), and count.
 """
 
 # %%

@@ -270,7 +270,7 @@ def charged_twice(running, waiting, budget, chunk_size):
 WHICH = Bug(
     "40.3",
     charged_twice,
-    "A classmate's scheduler passes no check, but its picture looks almost right. What is wrong with it?",
+    "The check refuses this scheduler, though its picture looks almost right. What is wrong with it?",
     options={
         "prompts_first": (
             "It serves prompts before decodes.",
