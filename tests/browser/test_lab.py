@@ -5,7 +5,7 @@ import time
 
 import nbformat
 import pytest
-from conftest import picture, until
+from browsing import picture, until
 from selenium.webdriver import ActionChains, Keys
 from toyrun import toy_run
 

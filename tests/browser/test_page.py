@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import errors, picture, until
+from browsing import errors, picture, until
 from selenium.webdriver import ActionChains, Keys
 from toyrun import toy_run
 
@@ -33,6 +33,8 @@ def shown(driver):
 
 def test_the_saved_page_works_from_a_file_without_a_network(offline, tmp_path):
     driver, run = offline, toy_run()
+    driver.get("about:blank")
+    driver.get_log("browser")  # what an earlier page said
     driver.get(to_html(run, tmp_path / "run.html").as_uri())
     until("the scrubber is drawn", lambda: shown(driver) == "0")
     root = driver.find_element("id", "scrubber")
