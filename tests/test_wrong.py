@@ -22,6 +22,11 @@ TABLE = {
     "30.2": {"equal_parts", "no_causal_half", "lost_tokens"},
     "40.1": {"decode_missing", "over_budget", "budget_left"},
     "40.2": {"decodes_free", "median_slo", "one_too_far"},
+    "50.1": {"rope_restart", "history_lost", "sampled_partial", "row_off_by_one"},
+    "50.2": {"decode_equals_own_v", "top_left", "heads_interleaved"},
+    "60.1": {"block_ids_skipped", "chunk_relative", "div_mod"},
+    "60.2": {"multi_block_chunk", "over_allocated"},
+    "60.3": {"refcount"},
 }
 
 

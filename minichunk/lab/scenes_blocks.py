@@ -74,14 +74,14 @@ def ask(engine: Engine, questions: int = 3, max_tokens: int = 24) -> Run:
         return engine.run
 
 
-def compare_answers(run: Run, reference: Run, words: int = 12) -> str:
+def compare_answers(run: Run, reference: Run, tokens: int = 14) -> str:
     """Each answer's first tokens as text, and whether it is the reference's."""
     from minichunk.lab.colors import letters
 
     lines = []
     for id, name in letters(run).items():
         got, wanted = run.requests[id].output_ids, reference.requests[id].output_ids
-        text = "".join(run.vocab.get(t, f"#{t} ") for t in got[:words]).replace("\n", "⏎")
+        text = "".join(run.vocab.get(t, f"#{t} ") for t in got[:tokens]).split("<|im_end|>")[0].replace("\n", "⏎")
         lines.append(f"{name}  {'same ' if got == wanted else 'OTHER'}  {text} …")
     return "\n".join(lines)
 
@@ -288,7 +288,7 @@ def waste(trace: str, longest: int, n: int = 50, seeds: int = 40) -> dict[str, l
         live = prompt + np.ceil(np.random.default_rng(seed).random(n) * out).astype(int)
         total = prompt + out
         reserved = {
-            f"contiguous: {longest:,}": np.full(n, longest),
+            f"contiguous: longest ({longest:,})": np.full(n, longest),
             "contiguous: a power of two": 2 ** np.ceil(np.log2(total)).astype(int),
             "contiguous: exact length": total,
             **{f"blocks of {size}": -(-live // size) * size for size in BLOCK_SIZES[::-1]},

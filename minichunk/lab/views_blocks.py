@@ -82,43 +82,49 @@ def row_error_bars(chunks: Sequence[Chunk], errors: Sequence[float], against: st
 
 
 def block_map(run: Run, step: int, theme: str = "light") -> go.Figure:
-    """Tables and memory while a step ran: on the left each request's tokens in order, on the right the pool's blocks.
+    """Tables and memory while a step ran: on the left each request's blocks in order, on the right the pool's slots.
 
-    A cell is a slot; it says whose token it holds, and which. Wasted slots (in a table, without a token) are crossed.
+    Wasted slots (in a table, without a token) are crossed, blocks that are only cached are marked ~.
     """
     from minichunk.lab.scrubber import frame
 
     f, size, names = frame(run, step), run.meta["block_size"], colors.letters(run)
     order = {id: n for n, id in enumerate(run.requests)}
     tables = {id: t for id, t in f["tables"].items() if t}
-    longest = max((len(t) for t in tables.values()), default=1) * size
-    logical, memory = np.full((max(len(tables), 1), longest), EMPTY), np.full((len(f["pool"]), size), EMPTY)
-    logical_marks, memory_marks = np.full(logical.shape, "", dtype=object), np.full(memory.shape, "", dtype=object)
+    shape = (max(len(tables), 1), max((len(t) for t in tables.values()), default=1))
+    logical, numbers = np.full(shape, EMPTY), np.full(shape, "", dtype=object)
+    memory, marks = np.full((len(f["pool"]), size), EMPTY), np.full((len(f["pool"]), size), "", dtype=object)
     said = [f"{f['used']} blocks used, {f['cached']} cached, {f['empty']} empty; {f['wasted']} slots wasted"]
     for row, (id, table) in enumerate(tables.items()):
-        for p in range(len(table) * size):
-            block, slot, held = table[p // size], p % size, p < f["filled"][id]
-            code = order[id] + 2 if held else HIDDEN
-            logical[row, p], logical_marks[row, p] = code, str(block) if slot == 0 else "" if held else "×"
-            if held or memory[block, slot] == EMPTY:
-                memory[block, slot], memory_marks[block, slot] = code, f"{names[id]}{p}" if held else "×"
-        said.append(f"{names[id]}: {f['filled'][id]} tokens in blocks {_list(table)}, {len(table) * size - f['filled'][id]} slots wasted")  # fmt: skip
-    for block, state in enumerate(f["pool"]):
-        if state == "cached":
-            memory_marks[block] = "~"
-    figure = make_subplots(1, 2, column_widths=[0.56, 0.44], horizontal_spacing=0.1, subplot_titles=[
+        filled = f["filled"][id]
+        for k, block in enumerate(table):
+            held = min(max(filled - k * size, 0), size)
+            logical[row, k] = order[id] + 2 if held else HIDDEN
+            numbers[row, k] = f"{block}" + (f" ({size - held} ×)" if held < size else "")
+            memory[block, :held] = order[id] + 2
+            marks[block, 0] = f"{names[id]}{k * size}" if held else "×"
+            if size <= 8:
+                marks[block, 1:held] = [f"{names[id]}{k * size + i}" for i in range(1, held)]
+            memory[block, held:][memory[block, held:] == EMPTY] = HIDDEN
+            marks[block, held:][memory[block, held:] == HIDDEN] = "×"
+        said.append(f"{names[id]}: {filled} tokens in blocks {_list(table)}, {len(table) * size - filled} slots wasted")
+    marks[[block for block, state in enumerate(f["pool"]) if state == "cached"]] = "~"
+    figure = make_subplots(1, 2, column_widths=[0.42, 0.58], horizontal_spacing=0.1, subplot_titles=[
         "in the tables: block numbers, in order", f"in memory: a row a block of {size} slots",
     ])  # fmt: skip
-    figure.add_trace(_cells(logical, logical_marks, len(order), theme), row=1, col=1)
-    figure.add_trace(_cells(memory, memory_marks, len(order), theme), row=1, col=2)
+    figure.add_trace(_cells(logical, numbers, len(order), theme), row=1, col=1)
+    figure.add_trace(_cells(memory, marks, len(order), theme), row=1, col=2)
     _grid_axes(figure, logical.shape, 1)
     _grid_axes(figure, memory.shape, 2)
     figure.update_yaxes(tickvals=list(range(len(tables))), ticktext=[names[id] for id in tables], row=1, col=1)
     figure.update_yaxes(title="block", tickvals=list(range(len(f["pool"]))), row=1, col=2)
-    figure.update_xaxes(title="position", row=1, col=1)
+    figure.update_xaxes(title="block of the table", dtick=1, row=1, col=1)
     figure.update_xaxes(title="slot in the block", dtick=1, row=1, col=2)
     said.append("× wasted, ~ cached")
-    return _finish(figure, f"Blocks in step {step} (× wasted, ~ cached)", [run], said, theme, 170 + 21 * len(f["pool"]))  # fmt: skip
+    height = 190 + 21 * len(f["pool"])
+    figure = _finish(figure, f"Blocks in step {step} (× wasted, ~ cached)", [run], said, theme, height)
+    share = min(1.0, 30 * len(tables) / (height - 142))  # rows of the left side as high as a line of text
+    return figure.update_layout(yaxis={"domain": [1 - share, 1]})
 
 
 def waste_by_policy(waste: dict[str, Sequence[float]], trace: str, theme: str = "light") -> go.Figure:
