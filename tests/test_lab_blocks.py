@@ -130,9 +130,9 @@ def test_freed_whole_blocks_stay_cached_until_they_are_needed():
 def test_explorer_is_the_scrubber():
     shown = lab.explore_blocks(OPERATIONS, num_blocks=10, block_size=4)
     shown.state = {"step": 2, "selection": {"request": "B", "position": 12}}
-    assert isinstance(shown, Scrubber) and "slot 16 = block 4 · 4 + 0" in str(shown) and "'B12'" in str(shown)
+    assert isinstance(shown, Scrubber) and "slot 16 = block 4 · 4 + 0" in str(shown) and "' B12'" in str(shown)
     shown.state = {"step": 1, "selection": {"request": "B", "position": 3}}
-    assert "'A3'" in str(shown) and "slot 3 = block 0 · 4 + 3" in str(shown)
+    assert "' A3'" in str(shown) and "slot 3 = block 0 · 4 + 3" in str(shown)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,7 @@ def test_block_map_shows_tables_memory_and_waste():
     tables, memory = figure.data
     assert tables.text.tolist() == [["0", "1", "2 (2 ×)", ""], ["0", "1", "3", "4 (2 ×)"]]
     assert memory.text[2].tolist() == ["A8", "A9", "×", "×"] and memory.text[4].tolist() == ["B12", "B13", "×", "×"]
+    assert memory.text[0].tolist() == ["A&B0", "A&B1", "A&B2", "A&B3"]
     assert (memory.z[2] == [2, 2, 1, 1]).all() and (memory.z[9] == 0).all()
     assert "5 blocks used, 0 cached, 5 empty; 4 slots wasted" in views.text(figure)
     assert "B: 14 tokens in blocks 0 1 3 4, 2 slots wasted" in views.text(figure)

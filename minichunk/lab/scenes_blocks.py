@@ -257,7 +257,7 @@ class _Replay:
         """Token ids that nobody else has; hovering them shows "A5"."""
         first = len(self.run.vocab)
         for k in range(length):
-            self.run.vocab[first + k] = f"{request.id}{request.num_tokens + k}"
+            self.run.vocab[first + k] = f" {request.id}{request.num_tokens + k}"
         return list(range(first, first + length))
 
     def _compute(self, record: StepRecord, request: Request) -> None:

@@ -102,9 +102,9 @@ def block_map(run: Run, step: int, theme: str = "light") -> go.Figure:
             logical[row, k] = order[id] + 2 if held else HIDDEN
             numbers[row, k] = f"{block}" + (f" ({size - held} ×)" if held < size else "")
             memory[block, :held] = order[id] + 2
-            marks[block, 0] = f"{names[id]}{k * size}" if held else "×"
-            if size <= 8:
-                marks[block, 1:held] = [f"{names[id]}{k * size + i}" for i in range(1, held)]
+            owners = "&".join(names[owner] for owner in f["pool"][block])
+            shown = held if size <= 8 else min(held, 1)  # in a long block the first token's name must do
+            marks[block, :shown] = [f"{owners}{k * size + i}" for i in range(shown)]
             memory[block, held:][memory[block, held:] == EMPTY] = HIDDEN
             marks[block, held:][memory[block, held:] == HIDDEN] = "×"
         said.append(f"{names[id]}: {filled} tokens in blocks {_list(table)}, {len(table) * size - filled} slots wasted")

@@ -135,7 +135,8 @@ lab.reveal("50b", pairs, lab.packed_mask(chunks, pack_tokens(chunks)))
 
 # %% [markdown]
 """
-Some libraries align a mask **top-left**: row 0 sees key 0 alone. For C, which has no history, that is the same. For A and B it is not:
+PyTorch's `is_causal=True` aligns the mask **top-left**: row 0 sees key 0 alone. For C, which has no history, that is the
+same. For A and B it is not:
 """
 
 # %%
@@ -252,7 +253,7 @@ lab.which_bug("50.3")
 
 **Three questions**
 
-1. Which of the five lists would change if C came first in the batch?
+1. C comes first in the batch: what are `cu_seqlens_q` and `logits_rows` now?
 2. A prompt of 21 tokens runs in chunks of 9 and 12. Why are the 9 keys not recomputed?
 3. Why may two rows of one batch have the same position?
 

@@ -160,8 +160,8 @@ blocks are shared, and a hit stops at `num_tokens − 1`, because the last token
 
 ## A pool that is too small
 
-The same three questions need 12 blocks in the end. Give them 10. When a table cannot grow, the scheduler
-**preempts** the newest request: it gives up all its blocks, waits, and computes its tokens again.
+The same three questions (37 tokens each, answers of 24) need 12 blocks in the end. Give them 10. When a table cannot
+grow, the scheduler **preempts** the newest request: it gives up all its blocks, waits, and computes its tokens again.
 """
 
 # %%
