@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from minichunk import __version__, families
+from minichunk import overlap as ahead
 from minichunk.attention import AttentionBackend, make_backend
 from minichunk.blocks import BlockError, BlockPool, num_blocks_needed
 from minichunk.graphs import make_buckets
@@ -47,6 +48,7 @@ class Engine:
     block_size in tokens; num_blocks: default as many as max_requests × max_model_len needs, within 1 GiB on a CPU and
         `gpu_memory` of a card's free memory.
     prefix_cache: find computed blocks again. seed: of requests that bring none, and of random weights.
+    overlap: plan and launch a step while the one before it still runs on the GPU (overlap.py).
     check: assert every invariant after every step. pack, place, pool: a learner's own parts.
 
     Raises ValueError with the numbers when options do not go together.
@@ -72,6 +74,7 @@ class Engine:
         seed: int = 0,
         compile: str = "auto",
         graphs: str = "auto",
+        overlap: bool = False,
         check: bool = False,
         pack: Callable = pack_tokens,
         place: Callable = place,
@@ -114,7 +117,7 @@ class Engine:
                 loaded.layers, block_size, dtype, device, gpu_memory, max_requests, max_model_len
             )
         self.runner = _make_runner(
-            loaded, self.attention, num_blocks, block_size, dtype, device, compile, graphs, isinstance(model, (str, os.PathLike)),
+            loaded, self.attention, num_blocks, block_size, dtype, device, compile, graphs, isinstance(model, (str, os.PathLike)), overlap,
             make_buckets(max_requests, budget, num_blocks_needed(max_model_len, block_size)),
         )  # fmt: skip
         _verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
@@ -126,12 +129,16 @@ class Engine:
         self._undoable = (
             pack is not pack_tokens or place is not _place or pool is not None or not isinstance(policy, Policy)
         )
+        if overlap and self._undoable:
+            raise ValueError("overlap=True plans a step before the last one's tokens are known: it needs minichunk's own policy, pack, place and pool")
+        self._overlap = overlap
         self._requests: dict[int, Request] = {}  # live ones
         self._completions: dict[int, Completion] = {}
         self._streams: dict[int, list] = {}
         self._arrived: list[int] = []
         self._aborted: list[int] = []
         self._last_batch: PackedBatch | None = None
+        self._flight: ahead.Flight | None = None  # the step that runs ahead
         self._count = 0
         self._epoch = time.perf_counter()
         self._run = Run(meta=self._meta(loaded.name, policy, device, dtype))
@@ -359,8 +366,11 @@ class Engine:
     def step(self) -> StepRecord | None:
         """Plans, packs, computes, samples, commits. None when there is no work."""
         self._require_open()
-        if not self.scheduler.has_work:
-            return None
+        if self._overlap:
+            return ahead.step(self)
+        return self._step_now() if self.scheduler.has_work else None
+
+    def _step_now(self) -> StepRecord:
         start = self._now()
         plan, batch = self._plan(start)
         packed = self._now()
@@ -528,7 +538,7 @@ class Engine:
         """Aborts what is live and gives the memory back. The results and the run stay readable."""
         for id in list(self._requests):
             self.abort(id)
-        self.model = self.runner = None
+        self.model = self.runner = self._flight = None
         _alive.discard(self)
 
     def __enter__(self) -> Engine:
@@ -612,7 +622,7 @@ def _no_room(wanted: int, room: int, device: torch.device) -> str:
     )
 
 
-def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, own_weights, buckets) -> ModelRunner:  # fmt: skip
+def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, own_weights, overlap, buckets) -> ModelRunner:  # fmt: skip
     for name, value in dict(compile=compile, graphs=graphs).items():
         if value not in ("auto", "off"):
             raise ValueError(f"{name} must be auto or off, got {value!r}")
@@ -620,7 +630,7 @@ def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compi
     try:
         return ModelRunner(
             loaded.model, loaded.layers, attention, num_blocks, block_size,
-            compile=cuda and compile == "auto", merge=own_weights, buckets=buckets if cuda and graphs == "auto" else None,
+            compile=cuda and compile == "auto", merge=own_weights, buckets=buckets if cuda and graphs == "auto" else None, overlap=overlap,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):

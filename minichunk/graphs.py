@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class Arrays(NamedTuple):
     """A PackedBatch's integers at a bucket's sizes, as numpy arrays or tensors that share one buffer."""
 
     token_ids: Tensor  # int64 [T]
+    feed: Tensor  # int64 [T]: row of the last step's tokens that is this token; -1: the one in token_ids
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
     logits_rows: Tensor  # int64 [S]
@@ -60,9 +62,7 @@ def shapes(bucket: Bucket) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     t, s = bucket.tokens, bucket.seqs
     long, int32 = torch.int64, torch.int32
     return [
-        (long, (t,)),
-        (long, (t,)),
-        (long, (t,)),
+        *[(long, (t,))] * 4,
         (long, (s,)),
         (int32, (s + 1,)),
         (int32, (s,)),
@@ -85,8 +85,11 @@ def views(buffer: Tensor, bucket: Bucket) -> Arrays:
     return Arrays(*found)
 
 
-def fill(arrays: Arrays, batch: PackedBatch | None, spare_slot: int) -> None:
+def fill(arrays: Arrays, batch: PackedBatch | None, spare_slot: int, feed: np.ndarray | None = None) -> None:
     """Writes the batch and its padding into numpy arrays; None is a batch of nothing but padding."""
+    arrays.feed[:] = -1
+    if feed is not None:
+        arrays.feed[: len(feed)] = feed
     tokens, seqs, rows = (batch.num_tokens, batch.num_seqs, len(batch.logits_rows)) if batch else (0, 0, 0)
     if batch:
         arrays.token_ids[:tokens] = batch.token_ids
@@ -147,13 +150,13 @@ class Staging:
         self._arrays: dict[Bucket, list[Arrays]] = {}
         self._turn = 0
 
-    def send(self, bucket: Bucket, batch: PackedBatch | None, spare_slot: int) -> None:
+    def send(self, bucket: Bucket, batch: PackedBatch | None, spare_slot: int, feed: np.ndarray | None = None) -> None:
         """Fills the next pinned buffer, after its last copy is over, and copies it: one copy a step."""
         if bucket not in self._arrays:
             self._arrays[bucket] = [Arrays(*(x.numpy() for x in views(b, bucket))) for b in self._pinned]
         turn = self._turn = (self._turn + 1) % len(self._pinned)
         self._copied[turn].synchronize()
-        fill(self._arrays[bucket][turn], batch, spare_slot)
+        fill(self._arrays[bucket][turn], batch, spare_slot, feed)
         size = num_bytes(bucket)
         self.device_buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
         self._copied[turn].record()
@@ -169,16 +172,18 @@ class Graphs:
     """The captured forwards of one runner, made when first needed.
 
     forward(arrays, meta) → logits [S, V] launches the whole step from tensors at fixed addresses; explain() is the
-    attention backend's line on it. logits float32 [max_seqs, V] takes every graph's result.
+    attention backend's line on it. logits float32 [max_seqs, V] takes every graph's result. follow: tokens may come from
+    `last_tokens`, where the step before left them (overlap.py).
     """
 
     def __init__(
         self, buckets: tuple[list[Bucket], list[Bucket]], forward: Callable[[Arrays, StepMeta], Tensor], explain: Callable[[], str],
-        logits: Tensor, spare_slot: int, block_size: int,
+        logits: Tensor, spare_slot: int, block_size: int, follow: bool,
     ):  # fmt: skip
         self.decodes, self.mixed = buckets
         self._forward, self._explain, self.logits = forward, explain, logits
-        self._spare_slot, self._block_size = spare_slot, block_size
+        self._spare_slot, self._block_size, self._follow = spare_slot, block_size, follow
+        self.last_tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         self.captured: dict[Bucket, Captured] = {}
         self._staging = Staging(max(map(num_bytes, self.decodes + self.mixed)), logits.device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -187,16 +192,16 @@ class Graphs:
     def find(self, batch: PackedBatch) -> Bucket | None:
         return find_bucket(batch, self.decodes, self.mixed)
 
-    def run(self, bucket: Bucket, batch: PackedBatch | None) -> Tensor:
+    def run(self, bucket: Bucket, batch: PackedBatch | None, feed: np.ndarray | None = None) -> Tensor:
         """Logits [S, V] of the bucket, valid until the next run; the rows after the batch's own mean nothing."""
-        self.stage(bucket, batch)
+        self.stage(bucket, batch, feed)
         return self.replay(bucket)
 
-    def stage(self, bucket: Bucket, batch: PackedBatch | None) -> None:
+    def stage(self, bucket: Bucket, batch: PackedBatch | None, feed: np.ndarray | None = None) -> None:
         """Sends the batch's integers to the bucket's arrays on the device."""
         if bucket not in self.captured:
             self._capture(bucket)
-        self._staging.send(bucket, batch, self._spare_slot)
+        self._staging.send(bucket, batch, self._spare_slot, feed)
 
     def replay(self, bucket: Bucket) -> Tensor:
         """Runs the graph over what was staged last."""
@@ -214,7 +219,13 @@ class Graphs:
         )  # fmt: skip
 
         def step():
-            self.logits[: bucket.seqs].copy_(self._forward(arrays, meta))
+            inputs = arrays
+            if self._follow:
+                known = self.last_tokens[arrays.feed.clamp(min=0)].clamp(
+                    min=0
+                )  # -1: that row failed, its next is in vain
+                inputs = arrays._replace(token_ids=torch.where(arrays.feed >= 0, known, arrays.token_ids))
+            self.logits[: bucket.seqs].copy_(self._forward(inputs, meta))
 
         stream = torch.cuda.Stream(self.logits.device)
         stream.wait_stream(torch.cuda.current_stream())

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from minichunk.attention import AttentionBackend, LayerSpec, StepMeta
 from minichunk.graphs import Arrays, Bucket, Graphs
 from minichunk.packing import PackedBatch
 from minichunk.request import Chunk, Request
+from minichunk.sampling import choose_plain, sample
 
 
 def block_bytes(layers: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -55,12 +57,13 @@ class ModelRunner:
     compile: run the decoder layers through torch.compile, on a twin of `model`; a callable is its backend. merge: join q, k, v and gate, up into one
         product each; only for weights that are nobody else's, since the parameters move.
     buckets: (decodes, mixed) of the CUDA graphs, or None for no graphs. Graphs need a backend that is `graph_safe`.
+    overlap: steps may take up tokens of the step before (`launch`).
     What cannot be done is left out, and `explain` says why.
     """
 
     def __init__(
         self, model, layers: list[LayerSpec], backend: AttentionBackend, num_blocks: int, block_size: int, *,
-        compile: bool | Callable = False, merge: bool = False, buckets: tuple[list[Bucket], list[Bucket]] | None = None,
+        compile: bool | Callable = False, merge: bool = False, buckets: tuple[list[Bucket], list[Bucket]] | None = None, overlap: bool = False,
     ):  # fmt: skip
         parameter = next(model.parameters())
         self.model = self._given = model
@@ -69,6 +72,7 @@ class ModelRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
         backend.check(layers, block_size, self.dtype, self.device)
         self._step = Step()
+        self._last_tokens = np.zeros(1, np.int64)
         self.layers = [Layer(backend, spec, *self._new_cache(spec), self._step) for spec in layers]
         self.notes: list[str] = []
         self.graphs: Graphs | None = None
@@ -77,7 +81,7 @@ class ModelRunner:
         elif not getattr(backend, "graph_safe", False):
             self.notes.append(f"no graphs: what {backend.name} attention launches depends on more than the bucket")
         else:
-            self.graphs = self._make_graphs(buckets)
+            self.graphs = self._make_graphs(buckets, overlap)
         self.compiled = bool(compile) and self._compile(None if compile is True else compile, merge)
         if not compile:
             self.notes.append("compile off")
@@ -112,12 +116,12 @@ class ModelRunner:
             self.notes.append(f"layers not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             return False
 
-    def _make_graphs(self, buckets: tuple[list[Bucket], list[Bucket]]) -> Graphs:
+    def _make_graphs(self, buckets: tuple[list[Bucket], list[Bucket]], overlap: bool) -> Graphs:
         vocab = self.model.get_output_embeddings().weight.shape[0]
         most = max(bucket.seqs for bucket in [*buckets[0], *buckets[1]])
         logits = torch.zeros(most, vocab, dtype=torch.float32, device=self.device)
         return Graphs(
-            buckets, self._forward, self.backend.explain, logits, self.num_blocks * self.block_size, self.block_size
+            buckets, self._forward, self.backend.explain, logits, self.num_blocks * self.block_size, self.block_size, overlap
         )
 
     def plain(self) -> ModelRunner:
@@ -148,8 +152,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup(self, progress: Callable[[Iterable], Iterable] = iter) -> None:
-        """Captures every graph now, so that no step has to. progress: wraps the list of buckets (tqdm will do)."""
+        """Captures every graph now, and compiles the choice of tokens, so that no step has to. progress: wraps the list
+        of buckets (tqdm will do)."""
         if self.graphs:
+            choose_plain(self.graphs.logits[:1], [Request(0, [0], 1)])
             for bucket in progress(self.graphs.all_buckets()):
                 self.graphs.run(bucket, None)
             torch.cuda.synchronize()
@@ -183,10 +189,37 @@ class ModelRunner:
         meta = StepMeta.of(batch, self.device)
         put = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
         arrays = Arrays(
-            put(batch.token_ids), put(batch.positions), meta.slot_mapping, put(batch.logits_rows), meta.cu_seqlens_q,
+            put(batch.token_ids), None, put(batch.positions), meta.slot_mapping, put(batch.logits_rows), meta.cu_seqlens_q,
             meta.seq_lens_k, meta.block_tables,
         )  # fmt: skip
         return self._forward(arrays, meta).float()
+
+    @torch.inference_mode()
+    def launch(self, batch: PackedBatch, feed: np.ndarray, sampled: list[Request]) -> Callable[[], list[int | None]]:
+        """Starts a step and the choice of its tokens; the function returned waits for them (None: no finite logits).
+
+        feed int64 [T]: the row of the last launch's tokens that a packed row's token is, -1 where token_ids has it.
+        sampled: the requests of logits_rows, all plain (sampling.is_plain).
+        """
+        count = len(sampled)
+        if self.graphs is None:
+            batch.token_ids = np.where(feed >= 0, self._last_tokens[feed], batch.token_ids)
+            tokens = sample(self.run(batch), sampled)[0] if count else self.run(batch).tolist()
+            self._last_tokens = np.array([*(token or 0 for token in tokens), 0])
+            return lambda: tokens
+        logits = self.graphs.run(self.graphs.find(batch), batch, feed)[:count]
+        if not count:
+            return list
+        tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        tokens.copy_(choose_plain(logits, sampled, self.graphs.last_tokens[:count]), non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+
+        def wait() -> list[int | None]:
+            there.synchronize()
+            return [token if token >= 0 else None for token in tokens.tolist()]
+
+        return wait
 
     def _forward(self, arrays: Arrays, meta: StepMeta) -> Tensor:
         """Logits [rows, V] in the model's dtype."""

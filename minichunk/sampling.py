@@ -42,13 +42,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
     A row that holds no finite maximum (NaN, or nothing but -inf) gives None: that request alone has failed.
     """
     # All of this is queued behind the forward; the one wait of a step is tolist.
-    if logits.is_cuda and HAS_TRITON and not any(_is_special(r.params) for r in requests):
-        from minichunk.sampling_kernel import pick
-
-        chosen = pick(logits, _put(_numbers(requests), torch.float64, logits.device))
-    else:
-        best, greedy = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
-        chosen = torch.where(torch.isfinite(best), choose(logits, requests, greedy), -1)
+    chosen = choose_plain(logits, requests) if all(is_plain(r.params) for r in requests) else _checked(logits, requests)
     tokens = [token if token >= 0 else None for token in chosen.tolist()]
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for i, request in enumerate(requests):
@@ -61,9 +55,26 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int | None
     return tokens, logprobs
 
 
-def _is_special(params: SamplingParams) -> bool:
-    """Neither greedy nor a plain draw."""
-    return bool(params.top_k) or params.top_p < 1 or params.repetition_penalty != 1
+def choose_plain(logits: Tensor, requests: Sequence[Request], out: Tensor | None = None) -> Tensor:
+    """int64 [n] on the device, into `out` if given: the tokens of plain requests, -1 where a row has no finite maximum.
+    Waits for nothing."""
+    if not (logits.is_cuda and HAS_TRITON):
+        chosen = _checked(logits, requests)
+        return chosen if out is None else out.copy_(chosen)
+    from minichunk.sampling_kernel import pick
+
+    return pick(logits, _put(_numbers(requests), torch.float64, logits.device), out)
+
+
+def _checked(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """`choose`, -1 where a row has no finite maximum."""
+    best, greedy = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
+    return torch.where(torch.isfinite(best), choose(logits, requests, greedy), -1)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Greedy or a draw from the whole distribution, and nothing is wanted but the token."""
+    return not params.top_k and params.top_p == 1 and params.repetition_penalty == 1 and params.logprobs is None
 
 
 def _numbers(requests: Sequence[Request]) -> list[list[float]]:

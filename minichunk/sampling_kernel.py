@@ -15,7 +15,8 @@ from torch import Tensor
 TILE = 4096
 
 
-@triton.jit
+# A row count that is 1, or a multiple of 16, would be compiled anew in the middle of a run.
+@triton.jit(do_not_specialize=["rows"])
 def tile_kernel(logits, numbers, maxima, places, sums, rows, vocab, stride, TILE: tl.constexpr):
     """numbers: float64 [2, rows], temperatures and uniforms. Writes [rows, tiles] each."""
     row, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -31,7 +32,7 @@ def tile_kernel(logits, numbers, maxima, places, sums, rows, vocab, stride, TILE
         tl.store(sums + row * tiles + tile, tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pick_kernel(
     logits, numbers, maxima, places, sums, out, rows, vocab, stride, tiles, TILE: tl.constexpr, TILES: tl.constexpr
 ):
@@ -61,14 +62,15 @@ def pick_kernel(
     tl.store(out + row, tl.where(broken, -1, token).to(tl.int64))
 
 
-def pick(logits: Tensor, numbers: Tensor) -> Tensor:
+def pick(logits: Tensor, numbers: Tensor, out: Tensor | None = None) -> Tensor:
     """logits [n, V], numbers float64 [2, n]: temperature (0 is greedy) and uniform of each row → int64 [n], -1 for a row
     without a finite maximum."""
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, TILE)
     new = lambda dtype: torch.empty((rows, tiles), dtype=dtype, device=logits.device)  # noqa: E731
     parts = new(torch.float32), new(torch.int32), new(torch.float32)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     tile_kernel[(rows, tiles)](logits, numbers, *parts, rows, vocab, logits.stride(0), TILE=TILE, num_warps=8)
     pick_kernel[(rows,)](
         logits,

@@ -77,7 +77,7 @@ class Policy:
     ) -> list[tuple[RequestView, int]]:
         """Each chunk gets min(what it needs, chunk_size, budget left), phase by phase, in arrival order."""
         phases = {"decodes": [r for r in running if r.is_decode], "waiting": waiting}
-        phases["unfinished"] = [r for r in running if not r.is_decode] if len(phases["decodes"]) < len(running) else []
+        phases["unfinished"] = [r for r in running if r.num_left and not r.is_decode] if len(phases["decodes"]) < len(running) else []
         left = budget
         prompt_left = budget if self.prompt_share is None else max(1, int(self.prompt_share * budget))
         plan, num_decodes = [], 0

@@ -52,14 +52,19 @@ def steps(
     repeats: Annotated[int, typer.Option(min=1, help="Replays of each case, there and again on the way back.")] = 30,
     profile: Annotated[bool, typer.Option("--profile", help="Also list each step's kernels by time.")] = False,
     free_lunch: Annotated[bool, typer.Option("--free-lunch", help="The sweep of chunk sizes 1 … 4096 instead, graph and eager.")] = False,
-    idle: Annotated[bool, typer.Option("--idle", help="The GPU's idle time between decode steps of the engine instead.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="The GPU's idle time between decode steps of the engine instead, without and with overlap.")] = False,
     out: Out = None,
 ):  # fmt: skip
     """Steps on the GPU beside their serial roof: decodes, mixed batches."""
     from minichunk.bench import steps as room
     from minichunk.bench.peer import write_json
 
-    result = room.free_lunch() if free_lunch else room.idle() if idle else room.steps(repeats, profile=profile)
+    if free_lunch:
+        result = room.free_lunch()
+    elif idle:
+        result = {"readings": [room.idle(overlap=overlap) for overlap in (False, True)]}
+    else:
+        result = room.steps(repeats, profile=profile)
     write_json(result, out)
 
 

@@ -27,13 +27,15 @@ def requests(count: int = REQUESTS) -> list[tuple[list[int], int]]:
     return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
 
 
-def offline(peer: str | None = "transformers", budget: int = 8192, count: int = REQUESTS, order: str = "") -> dict:
+def offline(
+    peer: str | None = "transformers", budget: int = 8192, count: int = REQUESTS, order: str = "", overlap: bool = True
+) -> dict:
     """Output tokens a second of both, and their ratio."""
     sides = {"A": "minichunk", "B": peer}
     order = order or ("ABBA" if peer else "AA")
     readings: dict[str, list[dict]] = {}
     for letter in order:
-        reading = _fresh(sides[letter], dict(budget=budget, count=count))
+        reading = _fresh(sides[letter], dict(budget=budget, count=count, overlap=overlap))
         readings.setdefault(sides[letter], []).append(reading)
         print(
             f"{sides[letter]:13} {reading['seconds']:.2f} s, {reading['tokens_per_s']:.0f} output tokens/s",
@@ -42,7 +44,7 @@ def offline(peer: str | None = "transformers", budget: int = 8192, count: int = 
         )
     rate = {side: sum(x["tokens_per_s"] for x in r) / len(r) for side, r in readings.items()}
     return {
-        **about(), "what": "nano-vllm's benchmark", "model": SHAPE, "requests": count, "budget": budget, "order": order,
+        **about(), "what": "nano-vllm's benchmark", "model": SHAPE, "requests": count, "budget": budget, "overlap": overlap, "order": order,
         "readings": readings, "tokens_per_s": rate, "ratio": rate["minichunk"] / rate[peer] if peer else None, "clocks_after": clocks(),
     }  # fmt: skip
 
@@ -64,7 +66,7 @@ def _minichunk(spec: dict) -> dict:
     begin = time.perf_counter()
     engine = Engine(
         f"random:{SHAPE}", device="cuda", dtype="bfloat16", max_requests=spec["count"], max_batch_tokens=spec["budget"],
-        max_model_len=4096, gpu_memory=0.8,
+        max_model_len=4096, gpu_memory=0.8, overlap=spec["overlap"],
     )  # fmt: skip
     loaded = time.perf_counter()
     engine.warmup()
@@ -80,6 +82,7 @@ def _minichunk(spec: dict) -> dict:
     shares = {part: round(sum(s.times[part] for s in steps) / seconds, 4) for part in steps[0].times}
     return {
         **_rate(sum(len(c.token_ids) for c in out), seconds), "steps": len(steps), "share_of_time": shares,
+        "tokens_decodes_ms": [[s.num_tokens, s.num_decodes, round(s.duration * 1e3, 3)] for s in steps],
         "load_s": round(loaded - begin, 2), "warmup_s": round(warm - loaded, 2), "explain": engine.explain(),
     }  # fmt: skip
 

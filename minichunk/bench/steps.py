@@ -41,6 +41,8 @@ CASES = [
     ("64 decodes at 1024", "qwen3-0.6b", [(1024, 1)] * 64),
     ("256 decodes at 1024", "qwen3-0.6b", [(1024, 1)] * 256),
     ("2×512 chunks at 0 and 512 + 30 decodes at 2048", "qwen3-0.6b", [(0, 512), (512, 512)] + [(2048, 1)] * 30),
+    ("192 decodes at 100 … 2010", "qwen3-0.6b", [(100 + 10 * i, 1) for i in range(192)]),
+    ("14 prompts of 578 + 100 decodes at 560", "qwen3-0.6b", [(0, 578)] * 14 + [(560, 1)] * 100),
 ]
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 255, 256, 257, 384, 511, 512, 513, 768, 1024, 1536, 2048, 3072, 4096)
 
@@ -50,9 +52,8 @@ def make_batch(chunks: Sequence[tuple[int, int]], num_blocks: int, rng: random.R
     free = rng.sample(range(num_blocks), num_blocks)
     made, tables = [], []
     for i, (start, length) in enumerate(chunks):
-        request = Request(
-            i, [rng.randrange(10000) for _ in range(start + length)], max(1, start if length == 1 else start + length)
-        )
+        tokens = [0] * start + rng.choices(range(10000), k=length)  # only the new ones are read
+        request = Request(i, tokens, max(1, start if length == 1 else start + length))
         request.num_computed = start
         made.append(Chunk.of(request, length))
         tables.append([free.pop() for _ in range(num_blocks_needed(start + length, BLOCK_SIZE))])
@@ -190,8 +191,13 @@ def kernels(graphs: Graphs, bucket: Bucket, batch: PackedBatch, most: int = 14) 
 def free_lunch(
     shape: str = "llama-3-8b", repeats: int = 12, eager_repeats: int = 5, decodes: Sequence[int] = (0, 32, 128), sizes: Sequence[int] = SWEEP,
     history: int = 1024,
+    most_seconds: float = 600.0,
 ) -> dict:  # fmt: skip
-    """What a prompt chunk of so many tokens costs beside so many decodes: one graph for exactly each size, and eager."""
+    """What a prompt chunk of so many tokens costs beside so many decodes: one graph for exactly each size, and eager.
+
+    most_seconds: the way back ends early after that long; every point has been measured once by then.
+    """
+    stop = time.perf_counter() + most_seconds
     points = [(n, size) for n in decodes for size in (0, *sizes) if n + size]
     chunks_of = {p: [(0, p[1])] * (p[1] > 0) + [(history, 1)] * p[0] for p in points}
     buckets = {p: bucket_of(chunks) for p, chunks in chunks_of.items()}
@@ -205,6 +211,8 @@ def free_lunch(
     with torch.inference_mode():
         for turn, todo in enumerate((order, order[::-1])):
             for p in todo:
+                if turn and time.perf_counter() > stop:
+                    break
                 batches = [make_batch(chunks_of[p], runner.num_blocks, rng) for _ in range(COPIES)]
                 sides = [
                     ("graph", lambda: time_graph(graphs, buckets[p], batches, repeats)),
@@ -240,9 +248,9 @@ class TimedGraphs:
     def __getattr__(self, name: str):
         return getattr(self._graphs, name)
 
-    def run(self, bucket: Bucket, batch: PackedBatch) -> torch.Tensor:
+    def run(self, bucket: Bucket, batch: PackedBatch, feed: np.ndarray | None = None) -> torch.Tensor:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._graphs.stage(bucket, batch)
+        self._graphs.stage(bucket, batch, feed)
         start.record()
         logits = self._graphs.replay(bucket)
         end.record()
@@ -265,7 +273,12 @@ def _alone(timed: TimedGraphs, repeats: int = 20) -> float:
 
 
 def idle(
-    shape: str = "qwen3-0.6b", requests: int = 64, history: int = 1000, most_steps: int = 120, temperature: float = 0.0
+    shape: str = "qwen3-0.6b",
+    requests: int = 64,
+    history: int = 1000,
+    most_steps: int = 120,
+    temperature: float = 0.0,
+    overlap: bool = False,
 ) -> dict:
     """GPU idle between the decode steps of the real Engine: from the end of one step's graph to the start of the next.
 
@@ -275,6 +288,7 @@ def idle(
     rng = random.Random(0)
     with Engine(
         f"random:{shape}", device="cuda", dtype="bfloat16", max_requests=requests, max_batch_tokens=4096, max_model_len=2048,
+        overlap=overlap,
     ) as engine:  # fmt: skip
         for _ in range(requests):
             prompt = [rng.randrange(10000) for _ in range(history)]
@@ -294,11 +308,11 @@ def idle(
         share = [gap / step for gap, step in zip(gaps, whole)]
         parts = {k: round(1e3 * statistics.median(r.times[k] for r in records), 4) for k in records[-1].times}
         result = {
-            **about(), "model": shape, "requests": requests, "history": history, "temperature": temperature,
+            **about(), "model": shape, "requests": requests, "history": history, "temperature": temperature, "overlap": overlap,
             "idle_share": spread(share), "gap_ms": spread(gaps), "graph_ms": busy_alone, "step_ms": spread(whole),
             "marked_ms": spread([a.elapsed_time(b) for a, b in marks]),
             "host_ms": parts, "explain": engine.explain(),
         }  # fmt: skip
-    say(f"{shape}, {requests} decodes, temperature {temperature}: graph {busy_alone:.3f} ms, gap {result['gap_ms']['p50']:.3f} ms, "
+    say(f"{shape}, {requests} decodes, temperature {temperature}, overlap {overlap}: graph {busy_alone:.3f} ms, gap {result['gap_ms']['p50']:.3f} ms, "
         f"idle {result['idle_share']['p50']:.1%} of the step; host ms {parts}")  # fmt: skip
     return result

@@ -1,0 +1,163 @@
+"""One step ahead: while the GPU computes a step, the host plans and launches the next one.
+
+    GPU     | step 1      | step 2      | step 3      |
+    host    plan 2, launch 2 · tokens of 1 · record 1 | plan 3, launch 3 · tokens of 2 · record 2 | …
+
+Step 2 is planned before the tokens of step 1 are known. Only their number matters to the plan; the tokens themselves
+stay on the GPU, where step 2 picks them up (`feed`). A request that turns out to be finished (a stop token) is then
+computed once in vain: its row in step 2 is ignored, and its blocks may be given to others at once, since the GPU runs
+the steps in order. One that ends by its number of tokens is known beforehand and not planned.
+
+Between two calls of Engine.step the state is the usual one, but for the blocks of the step that already runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minichunk.packing import PackedBatch
+from minichunk.record import StepRecord
+from minichunk.request import Request
+from minichunk.sampling import is_plain
+from minichunk.scheduler import StepPlan
+
+if TYPE_CHECKING:
+    from minichunk.engine import Engine
+
+UNKNOWN = 0  # stands in a request's tokens for the one that the GPU is about to choose
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step. wait(): its tokens, None for a row that has none."""
+
+    plan: StepPlan
+    batch: PackedBatch
+    sampled: list[Request]
+    wait: Callable[[], list[int | None]]
+    start: float
+    assumed: set = field(default_factory=set)  # requests that were given UNKNOWN, to plan the next step
+
+
+def step(engine: Engine) -> StepRecord | None:
+    """What Engine.step does with overlap=True: returns the record of the oldest step in flight."""
+    flight, engine._flight = engine._flight, None
+    if flight is None or not any(_alive(engine, c.request) for c in flight.plan.chunks):
+        if not engine.scheduler.has_work:
+            return None
+        if not _all_plain(engine):
+            return engine._step_now()
+        flight = _launch(engine, None)
+    ahead = None
+    try:
+        if _all_plain(engine):
+            ahead = _launch_ahead(engine, flight)
+        record = _complete(engine, flight, ahead)
+    except BaseException:
+        _take_back(engine, flight)
+        raise
+    engine._flight = ahead
+    return record
+
+
+def _alive(engine: Engine, request: Request) -> bool:
+    return request.id in engine._requests
+
+
+def _all_plain(engine: Engine) -> bool:
+    """Rows that need their logits or their history on the host cannot be chosen on the GPU alone."""
+    return all(is_plain(r.params) for r in engine._requests.values())
+
+
+def _launch(engine: Engine, before: Flight | None) -> Flight:
+    """Plans a step and starts it; `before` is the step whose tokens it takes up."""
+    start = engine._now()
+    plan, batch = engine._plan(start)
+    feed = np.full(batch.num_tokens, -1, np.int64)
+    if before is not None:
+        row_of = {r.id: row for row, r in enumerate(before.sampled) if r.id in before.assumed}
+        for chunk, end in zip(plan.chunks, batch.cu_seqlens_q[1:].tolist()):
+            if chunk.is_last and chunk.request.id in row_of:
+                feed[end - 1] = row_of[chunk.request.id]
+    sampled = [c.request for c in plan.chunks if c.is_last]
+    try:
+        wait = engine.runner.launch(batch, feed, sampled)
+    except Exception as error:  # reported when its turn comes, as a failure on the GPU would be
+        wait = _raising(error)
+    return Flight(plan, batch, sampled, wait, start)
+
+
+def _raising(error: Exception) -> Callable:
+    def wait():
+        raise error
+
+    return wait
+
+
+def _launch_ahead(engine: Engine, flight: Flight) -> Flight | None:
+    """Counts the flight's chunks as computed and its tokens as there, and launches what follows; None if nothing does."""
+    for chunk in flight.plan.chunks:
+        if _alive(engine, chunk.request):
+            chunk.request.num_computed = chunk.end
+    for request in flight.sampled:
+        if _alive(engine, request) and request.num_tokens + 1 - request.num_prompt_tokens < request.params.max_tokens:
+            request.token_ids.append(UNKNOWN)
+            flight.assumed.add(request.id)
+    if any(request.num_left for request in engine.scheduler.running):
+        return _launch(engine, flight)
+    return None
+
+
+def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecord:
+    """Waits for the flight's tokens and gives them to their requests."""
+    chunks, finished = flight.plan.chunks, list(engine._aborted)
+    begin = max(flight.start, engine._run.steps[-1].end if engine._run.steps else 0.0)
+    waited = engine._now()
+    try:
+        tokens = flight.wait()
+        _forget(engine, flight)
+    except Exception as error:
+        _forget(engine, flight)
+        for chunk in [*chunks, *(ahead.plan.chunks if ahead else ())]:
+            if _alive(engine, chunk.request):
+                engine._finish(chunk.request, "error", engine._now(), f"{type(error).__name__}: {error}")
+                finished.append(chunk.id)
+        tokens = []
+    came = engine._now()
+    failed = {r.id for r, token in zip(flight.sampled, tokens) if token is None}
+    for chunk in chunks:  # as Scheduler.commit, with what is now known to be good
+        if _alive(engine, chunk.request):
+            request = chunk.request
+            if ahead is None:
+                request.num_computed = chunk.end
+            if request.table is not None and request.id not in failed and hasattr(engine.pool, "index"):
+                engine.pool.index(request.table, request, chunk.start)
+    live = [(r, token) for r, token in zip(flight.sampled, tokens) if _alive(engine, r)]
+    engine._accept_all([r for r, _ in live], [token for _, token in live], [None] * len(live), finished)
+    end = engine._now()
+    engine._planned, engine._forwarded, engine._sampled = begin, waited, came
+    record = engine._record(flight.plan, chunks, begin, begin, end, finished)
+    if engine._check:
+        engine.scheduler.check()
+    return record
+
+
+def _forget(engine: Engine, flight: Flight) -> None:
+    """Takes UNKNOWN back from the requests that were given it."""
+    for request in flight.sampled:
+        if request.id in flight.assumed:
+            request.token_ids.pop()
+    flight.assumed.clear()
+
+
+def _take_back(engine: Engine, flight: Flight) -> None:
+    """The step was interrupted: its requests are as before it, and what flies is forgotten."""
+    _forget(engine, flight)
+    for chunk in flight.plan.chunks:
+        request = chunk.request
+        if _alive(engine, request) and request.table is not None:
+            request.num_computed = min(request.num_computed, chunk.start)
