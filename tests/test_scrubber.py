@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from toyrun import toy_run
 
-from minichunk.lab import scrubber
+from minichunk.lab import kit, scrubber
 from minichunk.lab.html import to_html
 from minichunk.packing import PackedBatch
 from minichunk.record import RequestRecord, Run, StepRecord
@@ -121,8 +121,9 @@ needs_node = pytest.mark.skipif(not shutil.which("node"), reason="node is not in
 
 def in_node(runs, order):
     """What the module computes: frames of the first run in this order, and the positions of all."""
+    module = "data:text/javascript;base64," + base64.b64encode(kit.module("scrubber").encode()).decode()
     done = subprocess.run(
-        ["node", "--input-type=module", "-e", NODE.replace("MODULE", (scrubber.STATIC / "scrubber.mjs").as_uri())],
+        ["node", "--input-type=module", "-e", NODE.replace("MODULE", module)],
         input=json.dumps({"data": scrubber.encoded(runs), "order": order}),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -221,7 +222,7 @@ def big():
 
 
 def test_sizes(big, tmp_path):
-    assert (scrubber.STATIC / "scrubber.mjs").stat().st_size < 60_000
+    assert len(kit.module("scrubber")) < 60_000
     assert len(scrubber.pack((big,))) < 3_000_000
     page = to_html(big, tmp_path / "big.html")
     assert page.stat().st_size <= 5_000_000

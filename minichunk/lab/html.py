@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from minichunk.lab import scrubber
+from minichunk.lab import kit, scrubber
 from minichunk.record import Run
 
 PAGE = """<!doctype html>
@@ -39,13 +39,12 @@ mountPage(document.getElementById("scrubber"), document.getElementById("data").t
 def to_html(run: Run | tuple[Run, Run], path: str | Path, slo: float | None = None) -> Path:
     """Writes the scrubber over a run (or over two) to `path`. Without JavaScript the first step stands there as text."""
     runs = run if isinstance(run, tuple) else (run,)
-    module = (scrubber.STATIC / "scrubber.mjs").read_text(encoding="utf-8")
     page = PAGE.format(
         title=html.escape(f"minichunk: {runs[0].meta.get('model', 'a run')}, {len(runs[0].steps)} steps"),
-        css=(scrubber.STATIC / "scrubber.css").read_text(encoding="utf-8"),
+        css=kit.style("scrubber"),
         text=html.escape("\n\n".join(scrubber.text(r, 0) for r in runs)),
         data=scrubber.encoded(runs, slo),
-        module=module,
+        module=kit.module("scrubber"),
     )
     path = Path(path)
     path.write_text(page, encoding="utf-8")

@@ -10,17 +10,15 @@ import base64
 import gzip
 import html
 import json
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
-from minichunk.lab import colors, gaps
+from minichunk.lab import colors, gaps, kit
 from minichunk.lab.titles import provenance
 from minichunk.record import Run
 
-STATIC = Path(__file__).parent / "static"
 SYNCS = ("time", "step")
 
 
@@ -257,8 +255,8 @@ class Scrubber(anywidget.AnyWidget):
     `status`: one line in the widget; an error in your own observer appears there.
     """
 
-    _esm = STATIC / "scrubber.mjs"
-    _css = STATIC / "scrubber.css"
+    _esm = kit.module("scrubber")
+    _css = kit.style("scrubber")
     data = traitlets.Bytes().tag(sync=True)
     state = traitlets.Dict().tag(sync=True)
     status = traitlets.Unicode().tag(sync=True)

@@ -1,5 +1,5 @@
-// The scrubber: one step of a run in four panes. Plain JavaScript, no network: the same file is the anywidget's module
-// and lies inside the saved page. Part 1 plays the run back (pure, tested against scrubber.py), part 2 draws strips,
+// The scrubber: one step of a run in four panes. Plain JavaScript, no network: kit.mjs and this file are the anywidget's
+// module, and lie inside the saved page. Part 1 plays the run back (pure, tested against scrubber.py), part 2 draws strips,
 // grids and time lines on canvases, part 3 puts them together.
 
 // ---- 1. the run, played back --------------------------------------------------------------------------------------
@@ -193,9 +193,8 @@ export function positions(players, sync) {
   }));
 }
 
-// ---- 2. the kit: paint, strip, grid, time line -------------------------------------------------------------------
+// ---- 2. strip, grid, time line ---------------------------------------------------------------------------------
 
-const clamp = (x, a, b) => Math.max(a, Math.min(b, x));
 /** Index of the first of the rising values that is at least x. */
 const lower = (values, x) => {
   let a = 0, b = values.length;
@@ -203,81 +202,6 @@ const lower = (values, x) => {
   return a;
 };
 const ms = (us) => (us >= 1e4 ? `${Math.round(us / 1e3)} ms` : `${(us / 1e3).toFixed(1)} ms`);
-const rgb = (css) => {
-  const hex = /^#(..)(..)(..)$/.exec(css);
-  return hex ? hex.slice(1).map((h) => parseInt(h, 16)) : (css.match(/[\d.]+/g) ?? [255, 255, 255]).slice(0, 3).map(Number);
-};
-const light = (css) => { const [r, g, b] = rgb(css); return 0.299 * r + 0.587 * g + 0.114 * b; };
-
-/** Colours, hatches and letters of the requests under the theme in force. */
-class Paint {
-  constructor(root, themes, hatches) {
-    const style = getComputedStyle(root);
-    const said = document.body.dataset.jpThemeLight; // JupyterLab says it before its new style sheet has come
-    this.dark = said ? said === "false" : light(style.backgroundColor) < 128;
-    Object.assign(this, themes[this.dark ? "dark" : "light"]);
-    this.ui = style.fontFamily;
-    this.code = style.getPropertyValue("--mc-code");
-    this.hatches = hatches;
-    this.tiles = new Map();
-  }
-  fill(r) { return this.colors[r % this.colors.length]; }
-  text(r) { return light(this.fill(r)) > 120 ? "#111418" : "#ffffff"; }
-  /** A 8 × 8 tile of the request's colour with its hatch. */
-  tile(r) {
-    const key = `${r % this.colors.length}/${r % this.hatches.length}`;
-    if (!this.tiles.has(key)) {
-      const tile = Object.assign(document.createElement("canvas"), { width: 8, height: 8 }), c = tile.getContext("2d");
-      c.fillStyle = this.fill(r);
-      c.fillRect(0, 0, 8, 8);
-      c.strokeStyle = c.fillStyle = light(this.fill(r)) > 120 ? "rgba(0,0,0,.24)" : "rgba(255,255,255,.30)";
-      c.lineWidth = 1.4;
-      const line = (...p) => { c.beginPath(); c.moveTo(p[0], p[1]); c.lineTo(p[2], p[3]); c.stroke(); };
-      const rise = () => { line(-2, 10, 10, -2); line(-2, 2, 2, -2); line(6, 10, 10, 6); };
-      const fall = () => { line(-2, -2, 10, 10); line(6, -2, 10, 2); line(-2, 6, 2, 10); };
-      const flat = () => line(0, 4, 8, 4), tall = () => line(4, 0, 4, 8);
-      const draw = {
-        "/": rise, "\\": fall, x: () => { rise(); fall(); }, "-": flat, "|": tall, "+": () => { flat(); tall(); },
-        ".": () => { c.beginPath(); c.arc(4, 4, 1.6, 0, 7); c.fill(); },
-      }[this.hatches[r % this.hatches.length]];
-      draw?.();
-      this.tiles.set(key, { tile, url: `url(${tile.toDataURL()})` });
-    }
-    return this.tiles.get(key);
-  }
-  pattern(c, r) {
-    const entry = this.tile(r);
-    return (entry.pattern ??= c.createPattern(entry.tile, "repeat"));
-  }
-  /** Grey stripes: a cached block. */
-  stripes(c) {
-    if (!this.grey) {
-      const tile = Object.assign(document.createElement("canvas"), { width: 4, height: 4 }), t = tile.getContext("2d");
-      t.strokeStyle = this.soft;
-      t.globalAlpha = 0.6;
-      t.beginPath();
-      for (const k of [-4, 0, 4]) { t.moveTo(k - 1, 5); t.lineTo(k + 5, -1); }
-      t.stroke();
-      this.grey = c.createPattern(tile, "repeat");
-    }
-    return this.grey;
-  }
-}
-
-/** A canvas of w × h CSS pixels, sharp on every screen. */
-function sheet(canvas, w, h) {
-  const ratio = window.devicePixelRatio || 1;
-  if (canvas.width !== Math.round(w * ratio) || canvas.height !== Math.round(h * ratio)) {
-    canvas.width = Math.round(w * ratio);
-    canvas.height = Math.round(h * ratio);
-    canvas.style.width = `${w}px`;
-    canvas.style.height = `${h}px`;
-  }
-  const c = canvas.getContext("2d");
-  c.setTransform(ratio, 0, 0, ratio, 0, 0);
-  c.clearRect(0, 0, w, h);
-  return c;
-}
 
 /** The largest square cells that put n of them into w × h; below `least` the height grows instead. */
 function cells(n, w, h, least, most) {
@@ -291,24 +215,6 @@ function cells(n, w, h, least, most) {
       };
     }
   }
-}
-
-function mark(c, text, x, y, paint, ink, halo, font = `600 14px ${paint.ui}`) {
-  c.font = font;
-  c.textAlign = "center";
-  c.textBaseline = "middle";
-  if (halo) { c.lineJoin = "round"; c.lineWidth = 4; c.strokeStyle = halo; c.strokeText(text, x, y); }
-  c.fillStyle = ink;
-  c.fillText(text, x, y);
-}
-
-function ring(c, x, y, w, h, paint, width = 2.5) {
-  c.lineWidth = width + 2;
-  c.strokeStyle = paint.paper;
-  c.strokeRect(x, y, w, h);
-  c.lineWidth = width;
-  c.strokeStyle = paint.ink;
-  c.strokeRect(x, y, w, h);
 }
 
 /** Is request r one that the selection lights? Without a selection all are. */
@@ -349,18 +255,6 @@ function drawStrip(canvas, f, view) {
   if (hover >= 0 && hover < f.tokens) { const [x, y] = lay.xy(hover); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint, 1.5); }
   if (pick?.row >= 0) { const [x, y] = lay.xy(pick.row); ring(c, x + 1, y + 1, cell - 2, cell - 2, paint); }
   return lay;
-}
-
-/** The mark of a sampled row: a corner. */
-function triangle(c, x, y, size, paint) {
-  c.beginPath();
-  c.moveTo(x, y);
-  c.lineTo(x - size, y);
-  c.lineTo(x, y - size);
-  c.closePath();
-  c.fillStyle = paint.ink;
-  c.fill();
-  if (size > 5) { c.strokeStyle = paint.paper; c.lineWidth = 1; c.stroke(); }
 }
 
 /** The block pool by number: owner's colour as far as the block is filled, cached, empty, shared. → its geometry */
@@ -561,20 +455,6 @@ function drawLines(canvas, player, f, view) {
 }
 
 // ---- 3. the widget -------------------------------------------------------------------------------------------------
-
-/** h("div.name", {attribute: value}, child, …) */
-function h(spec, attributes = {}, ...children) {
-  const [tag, ...classes] = spec.split("."), el = document.createElement(tag);
-  if (classes.length) el.className = classes.map((c) => `mc-${c}`).join(" ");
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) el.addEventListener(key.slice(2), value);
-    else if (value !== undefined) el.setAttribute(key, value);
-  }
-  el.append(...children);
-  return el;
-}
-
-const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
 /** The four panes of one run. */
 class RunView {
@@ -819,7 +699,7 @@ class App {
     this.state = { step: 0, selection: null, sync: "time", ...store.get() };
     this.places();
     this.views = this.players.map((p) => new RunView(p, this));
-    root.classList.add("mc-scrubber");
+    root.classList.add("mc-widget", "mc-scrubber");
     for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": "Scrubber: a run of the engine, step by step", "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
     root.replaceChildren(this.bar(), h(`div.runs${this.players.length > 1 ? ".two" : ""}`, {}, ...this.views.map((v) => v.el)), (this.line = h("div.status", { role: "status", "aria-live": "polite" }, KEYS)));
     root.addEventListener("keydown", this.guard((e) => this.key(e)));
