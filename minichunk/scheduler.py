@@ -85,8 +85,9 @@ class Policy:
             if self.prompts_alone and plan and (phase == "decodes") != (len(plan) == num_decodes):
                 continue
             if phase == "decodes":  # a token each
+                num_decodes = min(left, len(phases[phase]))
                 plan += [(request, 1) for request in phases[phase][:left]]
-                left -= min(left, len(phases[phase]))
+                left -= num_decodes
                 continue
             for request in phases[phase]:
                 wanted = request.num_left
