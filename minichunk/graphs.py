@@ -107,6 +107,12 @@ def fill(arrays: Arrays, batch: PackedBatch | None, spare_slot: int, feed: np.nd
     arrays.seq_lens_k[seqs:] = 0
 
 
+def fed(token_ids: Tensor, feed: Tensor, last_tokens: Tensor) -> Tensor:
+    """int64 [T]: last_tokens[feed] where feed ≥ 0, else token_ids. A last token of -1 (that row failed, what follows it
+    is in vain) becomes 0: the embedding must not be asked for it."""
+    return torch.where(feed >= 0, last_tokens[feed.clamp(min=0)].clamp(min=0), token_ids)
+
+
 def make_buckets(max_requests: int, max_batch_tokens: int, max_blocks: int) -> tuple[list[Bucket], list[Bucket]]:
     """(decode buckets, mixed buckets), rising, at most MOST_GRAPHS in all.
 
@@ -221,10 +227,7 @@ class Graphs:
         def step():
             inputs = arrays
             if self._follow:
-                known = self.last_tokens[arrays.feed.clamp(min=0)].clamp(
-                    min=0
-                )  # -1: that row failed, its next is in vain
-                inputs = arrays._replace(token_ids=torch.where(arrays.feed >= 0, known, arrays.token_ids))
+                inputs = arrays._replace(token_ids=fed(arrays.token_ids, arrays.feed, self.last_tokens))
             self.logits[: bucket.seqs].copy_(self._forward(inputs, meta))
 
         stream = torch.cuda.Stream(self.logits.device)

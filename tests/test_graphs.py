@@ -12,7 +12,7 @@ from minichunk.attention.torch_backend import TorchAttention
 from minichunk.blocks import BlockTable
 from minichunk.compiled import merge_projections, share_products
 from minichunk.families import forward_packed, probe, twin
-from minichunk.graphs import MOST_GRAPHS, Arrays, Bucket, fill, find_bucket, make_buckets, num_bytes, views
+from minichunk.graphs import MOST_GRAPHS, Arrays, Bucket, fed, fill, find_bucket, make_buckets, num_bytes, views
 from minichunk.models import load
 from minichunk.packing import PackedBatch, pack_tokens
 from minichunk.request import Chunk, Request
@@ -223,6 +223,18 @@ def test_a_block_tables_array_follows_what_became_of_the_table():
     assert table.as_array(3).tolist() == [5, 6, 2]
 
 
+def test_tokens_of_the_step_before_take_their_places():
+    last = torch.tensor([70, -1, 72, 73])
+    feed, ids = torch.tensor([-1, 2, 0, -1, 1]), torch.tensor([10, 11, 12, 13, 14])
+    assert fed(ids, feed, last).tolist() == [10, 72, 70, 13, 0]
+    bucket = Bucket(7, 7, 2, True)
+    arrays = Arrays(*(x.numpy() for x in views(torch.full((num_bytes(bucket),), 77, dtype=torch.uint8), bucket)))
+    fill(arrays, None, 0, feed=feed.numpy())
+    assert arrays.feed.tolist() == [-1, 2, 0, -1, 1, -1, -1]
+    fill(arrays, None, 0)
+    assert arrays.feed.tolist() == [-1] * 7
+
+
 def test_a_batch_of_padding_alone():
     bucket = Bucket(8, 3, 2, False)
     arrays = Arrays(*(x.numpy() for x in views(torch.full((num_bytes(bucket),), 77, dtype=torch.uint8), bucket)))
@@ -275,6 +287,7 @@ def test_float32_on_the_gpu_gives_the_cpu_engines_tokens(model):
         dict(compile="off"),
         dict(graphs="off"),
         dict(compile="off", graphs="off"),
+        dict(overlap=True),
         dict(attention="torch"),
     ):
         found, explanation = outputs(model=model, device="cuda", dtype="float32", **options)
