@@ -28,12 +28,26 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 
 @app.command()
-def doctor():
+def doctor(
+    learners: Annotated[
+        int | None, typer.Option("--class", min=1, help="Also: what a room of this many learners would need here.")
+    ] = None,
+):
     """What this machine has, what minichunk uses of it, and the command that mends each fault (exit code 1: the CPU
     path would not work)."""
     from minichunk import doctor as room
 
     found = room.checks()
+    _print_checks(found)
+    if learners is not None:
+        from minichunk import classroom
+
+        Console().print(f"\nA class of {learners} on this machine (one kernel is measured, about 15 s):")
+        _print_checks(classroom.checks(learners))
+    raise typer.Exit(0 if room.works(found) else 1)
+
+
+def _print_checks(found) -> None:
     console = Console(soft_wrap=True)
     style = {"ok": "[green]ok [/]", "off": "[dim]–  [/]", "bad": "[red]bad[/]"}
     width = max(len(check.name) for check in found)
@@ -42,7 +56,6 @@ def doctor():
         console.print(check.found, style="red" if check.state == "bad" else None, markup=False, highlight=False)
         if check.fix:
             console.print(f"    {'':{width}}  → {check.fix}", markup=False, highlight=False)
-    raise typer.Exit(0 if room.works(found) else 1)
 
 
 @app.command()
@@ -87,7 +100,9 @@ attach(
 attach("bench", "minichunk.bench.command:app", "Measure: serving, kernels, peers; one JSON a run.")
 attach("warmup", "minichunk.warmup:warmup", "Compile a model and capture its CUDA graphs, with a progress bar.")
 attach("simulate", "minichunk.cli_simulate:simulate_command", "A trace through the scheduler on a virtual clock.")
-attach("workloads", "minichunk.cli_simulate:workloads_command", "The request traces minichunk knows, and their lengths.")
+attach(
+    "workloads", "minichunk.cli_simulate:workloads_command", "The request traces minichunk knows, and their lengths."
+)
 attach("progress", "minichunk.lab.command:progress", "Exercises solved and predictions made so far.")
 
 
