@@ -21,10 +21,16 @@ _HOME = {
         "waste",
         "your_pool",
     ],
+    "scenes_prompt": "answer_in_chunks chat_ids decode flips measure_lunch model_shape plain_model recorded_lunch roof split_times transformers_answer".split(),
+    "sliders": ["free_lunch", "split_prompt"],
+    "ballot": ["other_claims", "verdict", "vote"],
     "controls": ["budget_selector", "steps_table"],
     "views": ["budget_latency", "stalls", "step_strip", "timeline", "ttft_tbt"],
     "views_blocks": ["block_map", "packed_mask", "row_error_bars", "waste_by_policy"],
+    "views_cost": ["chunk_plan", "chunk_time", "roofline", "tokens_fed"],
     "scrubber": ["scrub"],
+    "packer": ["packer"],
+    "turns": ["gpu_turn", "noisy"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -1,0 +1,131 @@
+"""Notebook 95: the learner votes on twelve claims, then sees each one's evidence, and at last the others in a table.
+
+A vote is a prediction with four options (predictions.py): the first one counts, it is kept in my/predictions.jsonl, and
+lab.score() counts it beside chance. A claim's evidence shows once its vote is locked or skipped.
+"""
+
+from __future__ import annotations
+
+import html
+
+from minichunk import claims
+from minichunk.lab.predictions import Prediction, Reveal
+from minichunk.lab.widgets import Panel
+
+WORKED = (22, 24, 32, 48, 41, 47, 34, 61, 52, 55, 49, 11)  # in the notebook's order
+OPTIONS = {
+    "T": "it holds",
+    "C": "it holds under conditions",
+    "M": "it is misleading or wrong",
+    "W": "it is misleading or wrong",
+    "U": "it cannot be told from what is said",
+}
+CHOICES = tuple(dict.fromkeys(OPTIONS.values()))
+SLOW = {"capacity_gain", "leftover_order", "share_against_decodes_first"}  # a minute: the tests compute these again
+
+
+class Vote(Prediction):
+    """The vote on one claim."""
+
+    heading = "Claim"
+
+    def __init__(self, claim: int, ballot: Ballot):
+        self.claim, self.ballot = claim, ballot
+        super().__init__(f"95-{claim}", claims.find(claim)["claim"], "", CHOICES)
+
+    def _settle(self) -> None:
+        super()._settle()
+        self.ballot.refresh()
+
+
+class Ballot(Panel):
+    """Twelve votes. state: {claim: the option that was locked, or None}."""
+
+    def __init__(self):
+        self.votes = {claim: Vote(claim, self) for claim in WORKED}
+        super().__init__()
+
+    @property
+    def state(self) -> dict[int, str | None]:
+        return {claim: vote.guess for claim, vote in self.votes.items()}
+
+    def vote(self, claim: int, option: str) -> None:
+        """What a click on the option and on Lock does. KeyError for a claim that is not among the twelve."""
+        if claim not in self.votes:
+            raise KeyError(f"claim {claim!r} is not among the twelve: {', '.join(map(str, self.votes))}")
+        self.votes[claim].lock(option)
+
+    def _status(self) -> str:
+        done = sum(vote.state != "open" for vote in self.votes.values())
+        return f"{done} of {len(self.votes)} claims voted on or skipped."
+
+    def __str__(self) -> str:
+        lines = [f"{claim:>3}  {vote.question}\n     {vote._status()}" for claim, vote in self.votes.items()]
+        options = ", ".join(f'"{choice}"' for choice in CHOICES)
+        return "\n".join([*lines, self._status(), f'Where no buttons show: lab.lock("95-22", one of {options})'])
+
+    def _widgets(self):
+        return [vote.show() for vote in self.votes.values()]
+
+    def _redraw(self) -> None:
+        for vote in self.votes.values():
+            vote.refresh()
+
+
+def vote() -> Ballot:
+    """The twelve claims, to vote on. Show it as a cell's last line."""
+    return Ballot()
+
+
+def verdict(claim: int) -> Reveal:
+    """What became of one of the twelve claims: verdict, reason, figure, and whether its evidence is still the same.
+
+    Computes the evidence now (a capacity, which takes a minute, is left to the tests). Shows after the vote, or lab.skip.
+    """
+    from minichunk.lab.views_claims import figure
+
+    if claim not in WORKED:
+        raise KeyError(f"claim {claim!r} is not among the twelve: {', '.join(map(str, WORKED))}")
+    entry = claims.find(claim)
+    name = entry["evidence"]
+    checked = f"kept in data/claims.json; the tests compute {name} again"
+    if name not in SLOW:
+        moved = claims.moved(entry["expect"], claims.evidence(claim), entry.get("tolerance", 1e-3))
+        checked = f"{name} computed just now: " + ("as expected" if not moved else "; ".join(moved))
+    text = (
+        f"Claim {claim}: {entry['claim']}\nVerdict: {claims.VERDICTS[entry['verdict']]}. {claims.reason(claim)}\n"
+        f"Sources: {entry['source']} ({checked})."
+    )
+    return Reveal(f"95-{claim}", OPTIONS[entry["verdict"]], figure(claim), None, None, text)
+
+
+class OtherClaims:
+    """The claims that were not voted on, as folded tables, one a part; print it for the text."""
+
+    def __init__(self):
+        self.claims = [c for c in claims.load().values() if c["id"] not in WORKED]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{c['id']:>3} {c['verdict']}  {c['claim']}\n       {claims.reason(c['id'])}" for c in self.claims
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        out = []
+        for part in dict.fromkeys(c["part"] for c in self.claims):
+            rows = [
+                [c["id"], c["claim"], claims.VERDICTS[c["verdict"]], claims.reason(c["id"]), c["source"]]
+                for c in self.claims
+                if c["part"] == part
+            ]
+            body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)  # fmt: skip
+            head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("#", "claim", "verdict", "why", "sources"))
+            out.append(f"<details><summary>{part}: {len(rows)} more claims</summary><table><tr>{head}</tr>{body}</table></details>")  # fmt: skip
+        return "".join(out)
+
+
+def other_claims() -> OtherClaims:
+    """All claims but the twelve, with verdicts and reasons."""
+    return OtherClaims()
