@@ -39,7 +39,11 @@ def bars(
     if at:
         _mark(drawn, "x", at[0], at[1], theme, log)
         said.append(f"line at {at[0]:{form}}: {at[1]}")
-    drawn.update_xaxes(title=title, type="log" if log else "linear")
+    values = [value for group in rows.values() for value in group.values()]
+    low, high = min(0, 1.6 * min(values)), 1.1 * max(values)
+    drawn.update_xaxes(
+        title=title, type="log" if log else "linear", range=None if log else [low, high], dtick=1 if log else None
+    )
     labels = list(dict.fromkeys(label for values in rows.values() for label in values))
     drawn.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=labels, automargin=True)
     count = sum(len(values) for values in rows.values())
@@ -139,7 +143,7 @@ def _both_sides(theme: str) -> go.Figure:
         said.append(f"{name}: " + ", ".join(f"{share[chunk == c][0]:.0%} at {c}" for c in (128, 256, 512, 2048)))
     for y in (0.85, 0.6):
         _mark(drawn, "y", y, f"{y:.0%}", theme)
-    drawn.update_xaxes(title="prompt tokens beside 32 decodes")
+    drawn.update_xaxes(title="prompt tokens beside 32 decodes", range=[0, 1536])
     drawn.update_yaxes(title="share of the peak", tickformat=".0%", range=[0, 1.05])
     source = f"{COMPUTED}: Llama-3-8B, A100, kernels at 100%"
     return _finish(drawn, "Compute and bandwidth that a step can use", [_source(source)], said, theme, 440)
