@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -15,24 +14,30 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minichunk import __version__, families
+from minichunk import __version__
 from minichunk import overlap as ahead
 from minichunk.attention import AttentionBackend, make_backend
 from minichunk.blocks import BlockError, BlockPool, num_blocks_needed
 from minichunk.graphs import make_buckets
-from minichunk.models import Loaded, load
+from minichunk.models import load
+from minichunk.options import (
+    Limits,
+    alive,
+    check_counts,
+    fitting_blocks,
+    make_runner,
+    resolve_device,
+    resolve_dtype,
+    verify,
+)
 from minichunk.packing import PackedBatch, pack_tokens, place
 from minichunk.record import RequestRecord, Run, StepRecord
 from minichunk.request import Chunk, Completion, Request, SamplingParams
-from minichunk.runner import ModelRunner, block_bytes, chunk_logits
 from minichunk.sampling import request_seed, sample
 from minichunk.scheduler import Policy, Scheduler, StepPlan, make_policy
 from minichunk.text import Detokenizer
 
-CPU_KV_BYTES = 1 << 30
 Prompt = str | Sequence[int]
-
-_alive: weakref.WeakSet[Engine] = weakref.WeakSet()  # read only to name, in an error, who else holds memory
 
 
 class Engine:
@@ -80,58 +85,38 @@ class Engine:
         place: Callable = place,
         pool: Any = None,
     ):
-        for name, value in dict(max_batch_tokens=max_batch_tokens, chunk_size=chunk_size, max_requests=max_requests,
-                                max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks).items():  # fmt: skip
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        policy = make_policy(policy)
-        may_cut = getattr(policy, "may_cut", True)
-        if not may_cut and chunk_size is not None:
-            raise ValueError(f"policy {policy.name} never cuts a prompt: leave out chunk_size={chunk_size}")
-        device = _device(device)
-        dtype = _dtype(dtype, device, model)
-        loaded = load(model, tokenizer=tokenizer, device=device, dtype=dtype, seed=seed)
-        self.model, self.tokenizer, self.vocab_size = loaded.model, loaded.tokenizer, loaded.vocab_size
-        self.eos_token_ids = frozenset(loaded.eos_token_ids)
-        if max_model_len is None:
-            max_model_len = loaded.max_model_len or 4096
-        elif loaded.max_model_len and max_model_len > loaded.max_model_len:
-            raise ValueError(f"max_model_len {max_model_len} is above the model's {loaded.max_model_len} positions")
-        self.max_model_len = max_model_len
-        budget = max_batch_tokens or (512 if may_cut else max_model_len)
-        max_requests = max_requests or min(64, budget)
-        if budget < max_requests:
-            raise ValueError(
-                f"max_batch_tokens {budget} is below max_requests {max_requests}: a step must hold a decode of each"
-            )
-
-        self.attention = make_backend(attention, device) if isinstance(attention, str) else attention
+        check_counts(max_batch_tokens=max_batch_tokens, chunk_size=chunk_size, max_requests=max_requests,
+                     max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks)  # fmt: skip
         if getattr(pool, "block_size", block_size) != block_size:
             raise ValueError(
                 f"the pool's blocks hold {pool.block_size} tokens, the engine's block_size is {block_size}"
             )
-        if num_blocks is None and pool is not None:
-            num_blocks = pool.num_free
+        policy = make_policy(policy)
+        device = resolve_device(device)
+        dtype = resolve_dtype(dtype, device, model)
+        self._prepare_undo(policy, pack, place, pool, overlap)
+        Limits.of(policy, None, max_batch_tokens, chunk_size, max_requests, max_model_len)  # before a model is loaded
+        loaded = load(model, tokenizer=tokenizer, device=device, dtype=dtype, seed=seed)
+        limits = Limits.of(policy, loaded.max_model_len, max_batch_tokens, chunk_size, max_requests, max_model_len)
+        self.model, self.tokenizer, self.vocab_size = loaded.model, loaded.tokenizer, loaded.vocab_size
+        self.eos_token_ids, self.max_model_len = frozenset(loaded.eos_token_ids), limits.max_model_len
+        self.attention = make_backend(attention, device) if isinstance(attention, str) else attention
         if num_blocks is None:
-            num_blocks = _fitting_blocks(
-                loaded.layers, block_size, dtype, device, gpu_memory, max_requests, max_model_len
+            num_blocks = (
+                fitting_blocks(loaded.layers, block_size, dtype, device, gpu_memory, limits)
+                if pool is None
+                else pool.num_free
             )
-        self.runner = _make_runner(
+        self.runner = make_runner(
             loaded, self.attention, num_blocks, block_size, dtype, device, compile, graphs, isinstance(model, (str, os.PathLike)), overlap,
-            make_buckets(max_requests, budget, num_blocks_needed(max_model_len, block_size)),
+            make_buckets(limits.max_requests, limits.max_batch_tokens, num_blocks_needed(limits.max_model_len, block_size)),
         )  # fmt: skip
-        _verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
+        verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
         self.pool = pool if pool is not None else BlockPool(num_blocks, block_size, prefix_cache)
-        self.scheduler = Scheduler(self.pool, policy, budget, chunk_size, max_requests, block_size)
-        self.num_blocks, self.block_size, self.seed, self._check = num_blocks, block_size, seed, check
-        self._pack, self._place = pack, place
-        # A learner's part may fail in the middle of a step: then the step is undone.
-        self._undoable = (
-            pack is not pack_tokens or place is not _place or pool is not None or not isinstance(policy, Policy)
+        self.scheduler = Scheduler(
+            self.pool, policy, limits.max_batch_tokens, chunk_size, limits.max_requests, block_size
         )
-        if overlap and self._undoable:
-            raise ValueError("overlap=True plans a step before the last one's tokens are known: it needs minichunk's own policy, pack, place and pool")
-        self._overlap = overlap
+        self.num_blocks, self.block_size, self.seed, self._check = num_blocks, block_size, seed, check
         self._requests: dict[int, Request] = {}  # live ones
         self._completions: dict[int, Completion] = {}
         self._streams: dict[int, list] = {}
@@ -142,7 +127,18 @@ class Engine:
         self._count = 0
         self._epoch = time.perf_counter()
         self._run = Run(meta=self._meta(loaded.name, policy, device, dtype))
-        _alive.add(self)
+        alive.add(self)
+
+    def _prepare_undo(self, policy: Any, pack: Callable, place: Callable, pool: Any, overlap: bool) -> None:
+        """A learner's part may fail in the middle of a step: then the step is undone."""
+        self._pack, self._place, self._overlap = pack, place, overlap
+        own = pack is pack_tokens and place is _place and pool is None and isinstance(policy, Policy)
+        self._undoable = not own
+        if overlap and self._undoable:
+            raise ValueError(
+                "overlap=True plans a step before the last one's tokens are known: it needs minichunk's own policy, "
+                "pack, place and pool"
+            )
 
     def _meta(self, name: str, policy: Any, device: torch.device, dtype: torch.dtype) -> dict:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -539,7 +535,7 @@ class Engine:
         for id in list(self._requests):
             self.abort(id)
         self.model = self.runner = self._flight = None
-        _alive.discard(self)
+        alive.discard(self)
 
     def __enter__(self) -> Engine:
         return self
@@ -573,67 +569,3 @@ _place = place  # the module's own, under a name that __init__'s argument does n
 
 def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
-
-
-def _dtype(dtype: str | torch.dtype, device: torch.device, model: Any) -> torch.dtype:
-    if dtype == "auto":
-        if not isinstance(model, str) and hasattr(model, "dtype"):
-            return model.dtype
-        if device.type == "cpu":
-            return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    found = named.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise ValueError(f"dtype must be auto, {', '.join(named)}, got {dtype!r}")
-    return found
-
-
-def _fitting_blocks(layers, block_size: int, dtype: torch.dtype, device: torch.device, gpu_memory: float, max_requests: int, max_model_len: int) -> int:  # fmt: skip
-    """As many blocks as max_requests × max_model_len needs, within the memory allowed."""
-    if not 0 < gpu_memory <= 1:
-        raise ValueError(f"gpu_memory is a share of the card's free memory, above 0 and at most 1, got {gpu_memory}")
-    each = block_bytes(layers, block_size, dtype)
-    room = CPU_KV_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0] * gpu_memory)
-    fitting = room // each - 1  # the spare block
-    if fitting < 1:
-        raise MemoryError(_no_room(2 * each, room, device))
-    return min(fitting, max_requests * num_blocks_needed(max_model_len, block_size))
-
-
-def _verify(loaded: Loaded, attention: AttentionBackend) -> None:
-    """A short mixed batch must match the model's own dense forward, or the model is refused. A learner's own attention
-    may be wrong, the model must not be: it is then tried with the reference."""
-    small = ModelRunner(loaded.model, loaded.layers, attention, num_blocks=64, block_size=4)
-    families.verify(loaded.model, loaded.layers, lambda sequences, steps: chunk_logits(small, sequences, steps))
-
-
-def _no_room(wanted: int, room: int, device: torch.device) -> str:
-    others = ", ".join(repr(e) for e in _alive) or "none"
-    return (
-        f"{wanted / 1e6:.1f} MB wanted for keys and values on {device}, {room / 1e6:.1f} MB free for them. "
-        f"Engines still alive in this process: {others}. close() the ones you no longer need, or lower num_blocks, max_requests or max_model_len"
-    )
-
-
-def _make_runner(loaded, attention, num_blocks, block_size, dtype, device, compile, graphs, own_weights, overlap, buckets) -> ModelRunner:  # fmt: skip
-    for name, value in dict(compile=compile, graphs=graphs).items():
-        if value not in ("auto", "off"):
-            raise ValueError(f"{name} must be auto or off, got {value!r}")
-    wanted, cuda = (num_blocks + 1) * block_bytes(loaded.layers, block_size, dtype), device.type == "cuda"
-    try:
-        return ModelRunner(
-            loaded.model, loaded.layers, attention, num_blocks, block_size,
-            compile=cuda and compile == "auto", merge=own_weights, buckets=buckets if cuda and graphs == "auto" else None, overlap=overlap,
-        )  # fmt: skip
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-            room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-            raise MemoryError(_no_room(wanted, room, device)) from error
-        raise
