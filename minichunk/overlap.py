@@ -13,7 +13,7 @@ Between two calls of Engine.step the state is the usual one, but for the blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ UNKNOWN = 0  # stands in a request's tokens for the one that the GPU is about to
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step. wait(): its tokens, None for a row that has none."""
+    """A launched step. wait(): its tokens, None for a row that has none. interrupt: what broke its launch off (Ctrl-C)."""
 
     plan: StepPlan
     batch: PackedBatch
@@ -41,12 +41,16 @@ class Flight:
     wait: Callable[[], list[int | None]]
     start: float
     assumed: set = field(default_factory=set)  # requests that were given UNKNOWN, to plan the next step
+    interrupt: BaseException | None = None
+    recorded: bool = False
 
 
 def step(engine: Engine) -> StepRecord | None:
     """What Engine.step does with overlap=True: returns the record of the oldest step in flight."""
     flight, engine._flight = engine._flight, None
     if flight is None or not any(_alive(engine, c.request) for c in flight.plan.chunks):
+        if flight is not None and flight.plan.preempted:  # computed in vain, but whom it preempted still waits
+            _drop(engine, flight)
         if not engine.scheduler.has_work:
             return None
         if not _all_plain(engine):
@@ -54,11 +58,17 @@ def step(engine: Engine) -> StepRecord | None:
         flight = _launch(engine, None)
     ahead = None
     try:
+        if flight.interrupt is not None:
+            raise flight.interrupt
         if _all_plain(engine):
             ahead = _launch_ahead(engine, flight)
         record = _complete(engine, flight, ahead)
+        if ahead is not None and ahead.interrupt is not None:
+            raise ahead.interrupt
     except BaseException:
-        _take_back(engine, flight)
+        for broken in (flight, ahead):
+            if broken is not None:
+                _drop(engine, broken)
         raise
     engine._flight = ahead
     return record
@@ -83,12 +93,14 @@ def _launch(engine: Engine, before: Flight | None) -> Flight:
         for chunk, end in zip(plan.chunks, batch.cu_seqlens_q[1:].tolist()):
             if chunk.is_last and chunk.request.id in row_of:
                 feed[end - 1] = row_of[chunk.request.id]
-    sampled = [c.request for c in plan.chunks if c.is_last]
+    flight = Flight(plan, batch, [c.request for c in plan.chunks if c.is_last], list, start)
     try:
-        wait = engine.runner.launch(batch, feed, sampled)
+        flight.wait = engine.runner.launch(batch, feed, flight.sampled)
     except Exception as error:  # reported when its turn comes, as a failure on the GPU would be
-        wait = _raising(error)
-    return Flight(plan, batch, sampled, wait, start)
+        flight.wait = _raising(error)
+    except BaseException as error:  # the step before it is completed first
+        flight.interrupt = error
+    return flight
 
 
 def _raising(error: Exception) -> Callable:
@@ -114,7 +126,9 @@ def _launch_ahead(engine: Engine, flight: Flight) -> Flight | None:
 
 def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecord:
     """Waits for the flight's tokens and gives them to their requests."""
-    chunks, finished = flight.plan.chunks, list(engine._aborted)
+    finished = list(engine._aborted)
+    here = {*engine._requests, *(c.id for c in flight.plan.chunks if c.id in engine._aborted)}
+    chunks = [c for c in flight.plan.chunks if c.id in here]  # the others were computed in vain
     begin = max(flight.start, engine._run.steps[-1].end if engine._run.steps else 0.0)
     waited = engine._now()
     try:
@@ -137,10 +151,13 @@ def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecor
             if request.table is not None and request.id not in failed and hasattr(engine.pool, "index"):
                 engine.pool.index(request.table, request, chunk.start)
     live = [(r, token) for r, token in zip(flight.sampled, tokens) if _alive(engine, r)]
-    engine._accept_all([r for r, _ in live], [token for _, token in live], [None] * len(live), finished)
-    end = engine._now()
-    engine._planned, engine._forwarded, engine._sampled = begin, waited, came
-    record = engine._record(flight.plan, chunks, begin, begin, end, finished)
+    try:
+        engine._accept_all([r for r, _ in live], [token for _, token in live], [None] * len(live), finished)
+    finally:
+        end = engine._now()
+        engine._planned, engine._forwarded, engine._sampled = begin, waited, came
+        record = engine._record(_kept(flight.plan, here), chunks, begin, begin, end, finished)
+        flight.recorded = True
     if engine._check:
         engine.scheduler.check()
     return record
@@ -154,10 +171,23 @@ def _forget(engine: Engine, flight: Flight) -> None:
     flight.assumed.clear()
 
 
-def _take_back(engine: Engine, flight: Flight) -> None:
-    """The step was interrupted: its requests are as before it, and what flies is forgotten."""
+def _drop(engine: Engine, flight: Flight) -> None:
+    """The step was interrupted: its requests are as before it. It computed nothing, but its admissions and blocks are on
+    record."""
+    if flight.recorded:
+        return
     _forget(engine, flight)
     for chunk in flight.plan.chunks:
         request = chunk.request
         if _alive(engine, request) and request.table is not None:
             request.num_computed = min(request.num_computed, chunk.start)
+    engine._planned = now = engine._now()
+    engine._record(_kept(flight.plan, engine._requests.keys()), [], flight.start, now, now, list(engine._aborted))
+
+
+def _kept(plan: StepPlan, here: Collection) -> StepPlan:
+    """The plan for the record: a request that had ended before the step's turn came took no part in it."""
+    return StepPlan(
+        admitted=[id for id in plan.admitted if id in here], preempted=[id for id in plan.preempted if id in here],
+        hits={id: n for id, n in plan.hits.items() if id in here}, grown={id: b for id, b in plan.grown.items() if id in here},
+    )  # fmt: skip

@@ -154,6 +154,78 @@ def run_trace(options, trace, seen):
             assert done.finish_reason == ("stop" if want[-1] == EOS and not ignore_eos else "length")
 
 
+def run_ahead(options, trace, seen):
+    """The same with overlap: the record is made one step later, so it is played back at the end."""
+    engine = memory_engine(**options, overlap=True)
+    asked, failing = {}, []
+
+    def on_run(batch):
+        what = failing.pop() if failing else None
+        if what == "forward":
+            raise ZeroDivisionError("the forward failed")
+        if what == "interrupt":
+            raise KeyboardInterrupt
+        engine.runner.nan_rows = () if what is None else (what,)
+
+    def steps(most):
+        while engine.has_work and most:
+            most -= 1
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                seen["interrupted steps"] += 1
+
+    engine.runner.on_run = on_run
+    for kind, *values in trace:
+        if kind == "add":
+            prompt, max_tokens, ignore_eos = values
+            asked[engine.add(prompt, SamplingParams(max_tokens, ignore_eos=ignore_eos))] = values
+        elif kind == "step":
+            steps(values[0])
+        elif kind == "failing":
+            failing.append(values[0])
+        elif values[0] in asked:
+            engine.abort(values[0])
+    steps(2000)
+    assert not engine.has_work and engine.step() is None
+    assert engine.pool.num_free == engine.num_blocks
+    for id, (prompt, max_tokens, ignore_eos) in asked.items():
+        done, want = engine.result(id), expected(prompt, max_tokens, ignore_eos)
+        seen[done.finish_reason] += 1
+        if done.finish_reason in ("abort", "error"):
+            assert done.token_ids == want[: len(done.token_ids)]
+            assert done.finish_reason == "abort" or "ZeroDivision" in done.error or "finite" in done.error, done.error
+        else:
+            assert done.token_ids == want
+            assert done.finish_reason == ("stop" if want[-1] == EOS and not ignore_eos else "length")
+        assert engine.run.requests[id].output_ids == done.token_ids
+    gone = set()
+    for step in engine.run.steps:
+        ids = {c[0] for c in step.chunks}
+        assert not gone & {*ids, *step.preempted, *step.grown}, "what was computed in vain is not on record"
+        seen["preemptions"] += len(step.preempted)
+        seen["prefix hits"] += len(step.hits)
+        tables, queues = engine.run.tables_at(step.index), engine.run.queue_at(step.index)
+        assert len(engine.run.pool_at(step.index)) == engine.num_blocks and set(tables) == set(queues["running"])
+        for id, start, length, *_ in step.chunks:
+            assert len(tables[id]) * engine.block_size >= start + length
+        gone |= {*step.finished}
+
+
+def test_a_step_ahead_the_tokens_are_right_too():
+    seen = Counter()
+    simple = engines().filter(lambda o: isinstance(o["policy"], str)).map(lambda o: {**o, "pool": None})
+
+    @settings(max_examples=TRACES or 100, **SLOW)
+    @given(simple, st.lists(operations, min_size=8, max_size=30))
+    def traces(options, trace):
+        run_ahead(options, trace, seen)
+
+    traces()
+    for what in ("preemptions", "prefix hits", "interrupted steps", "stop", "length", "abort", "error"):
+        assert seen[what] > 0, f"never reached: {what}; {seen}"
+
+
 def test_whatever_arrives_fails_or_leaves_the_tokens_are_right_and_the_record_plays_back():
     """Arrivals, aborts, failures and Ctrl-C over tiny pools, all block sizes, budgets, policies and equal prefixes."""
     seen = Counter()
