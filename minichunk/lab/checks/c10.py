@@ -103,7 +103,11 @@ def _problem(answer: Any, calls: list[Call], ids: list[int], n: int, wanted: lis
     got = [int(t) for t in got]
     if len(got) != n:
         prompt = ", the prompt's among them" if got[: len(ids)] == ids and len(got) > n else ""
-        return "length", "The answer is the n new tokens, no more and no fewer.", f"{len(got)} tokens{prompt}, expected {n}"
+        return (
+            "length",
+            "The answer is the n new tokens, no more and no fewer.",
+            f"{len(got)} tokens{prompt}, expected {n}",
+        )
     fed, rule = sum(call.new for call in calls), "Each token is fed once: the prompt, then each new token but the last."
     if fed != len(ids) + n - 1:
         again = next((k for k, call in enumerate(calls) if k and call.new > 1), None)
@@ -177,7 +181,13 @@ def count_product(N: int, k: int, m: int) -> tuple[int, int]:
     return operations, fetched
 
 
-PRODUCTS = [(2, (2, 3), 2), (1, (2, 3), 4), (3, (4, 5), 4), (50, (8, 6), 2), (7, (1, 1), 1)]  # N, shape of the weights, b
+PRODUCTS = [
+    (2, (2, 3), 2),
+    (1, (2, 3), 4),
+    (3, (4, 5), 4),
+    (50, (8, 6), 2),
+    (7, (1, 1), 1),
+]  # N, shape of the weights, b
 FLOPS_MISTAKES = {"mul_add": lambda N, W, b: N * W}
 BYTES_MISTAKES = {
     "weights_reread": lambda N, W, b: N * W * b,
