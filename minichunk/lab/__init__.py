@@ -25,11 +25,12 @@ _HOME = {
     "sliders": ["free_lunch", "split_prompt"],
     "ballot": ["other_claims", "verdict", "vote"],
     "controls": ["budget_selector", "steps_table"],
-    "views": ["budget_latency", "stalls", "step_strip", "timeline", "ttft_tbt"],
+    "views": ["blame", "budget_latency", "culprit", "explain", "stalls", "step_strip", "timeline", "ttft_tbt"],
     "views_blocks": ["block_map", "packed_mask", "row_error_bars", "waste_by_policy"],
     "views_cost": ["chunk_plan", "chunk_time", "roofline", "tokens_fed"],
     "scrubber": ["scrub"],
-    "packer": ["packer"],
+    "packer_widget": ["packer"],
+    "html": ["to_html"],
     "turns": ["gpu_turn", "noisy"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
