@@ -27,6 +27,8 @@ TABLE = {
     "60.1": {"block_ids_skipped", "chunk_relative", "div_mod"},
     "60.2": {"multi_block_chunk", "over_allocated"},
     "60.3": {"refcount"},
+    "90.1": {"either", "mean_gap", "one_token"},
+    "90.2": {"dominated_kept", "corners_alone", "tie_kept"},
     "95.1": {"one_chunk", "history_counted", "empty_batch"},
     "95.2": {"last_block_lost", "block_too_many", "mean_of_shares"},
     "95.3": {"neighbours_only", "listed_again"},

@@ -1,0 +1,83 @@
+"""Notebook 90: the simulated server, the tuner, and the map of settings."""
+
+import numpy as np
+import pytest
+
+from minichunk import lab
+from minichunk.lab import exercises, scenes_tuning, views
+from minichunk.lab.checks import c40
+
+
+@pytest.fixture(autouse=True)
+def my(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINICHUNK_MY", str(tmp_path / "my"))
+    exercises._passed.clear()
+
+
+def served(policy="mixed", budget=512, **options):
+    return lab.serve(policy, budget, n=40, **options)
+
+
+def test_a_learners_scheduler_serves_like_the_builtin_and_is_named():
+    mine = lab.exercise("40.1", lambda running, waiting, budget, chunk_size: c40.plan_step(running, waiting, budget, chunk_size))  # fmt: skip
+    run, builtin = served(mine), served()
+    assert [s.chunks for s in run.steps] == [s.chunks for s in builtin.steps]
+    assert run.meta["code"] == "YOUR" and "code" not in builtin.meta
+    assert "YOUR" in views.text(lab.tuning_map([run, builtin]))
+
+
+def test_waits_are_read_from_the_requests():
+    run = served()
+    gaps = [b - a for r in run.requests.values() for a, b in zip(r.token_times, r.token_times[1:])]
+    firsts = sorted(r.token_times[0] - r.arrival for r in run.requests.values())
+    assert lab.waits(run) == pytest.approx((np.percentile(gaps, 99), (firsts[19] + firsts[20]) / 2))
+    pairs = lab.pairs(run)
+    assert len(pairs) == 40 and sum(len(g) for _, g in pairs) == len(gaps)
+
+
+def test_a_larger_budget_moves_the_waiting_from_newcomers_to_readers():
+    small, large = (lab.waits(served(budget=b)) for b in (256, 2048))
+    assert small[0] < large[0] / 3 and small[1] > large[1]
+
+
+def test_policies_that_do_not_cut_need_no_budget():
+    run = served("prefill_first", None)
+    assert run.meta["max_batch_tokens"] > 2048 and not any(s.is_mixed for s in run.steps)
+
+
+def test_tuner_keeps_tries_and_the_best_that_keeps_the_promise(monkeypatch):
+    waits = {("mixed", 256): (0.03, 0.4), ("mixed", 1024): (0.09, 0.15), ("leftover", 512): (0.4, 0.1)}
+    monkeypatch.setattr(scenes_tuning, "serve", lambda policy, budget: (policy, budget))
+    monkeypatch.setattr(scenes_tuning, "waits", lambda run: waits[run])
+    tuner = lab.tuner(0.1)
+    assert tuner.best is None and "none keeps it yet" in str(tuner)
+    for policy, budget in [("leftover", 512), ("mixed", 256), ("mixed", 1024), ("mixed", 1024)]:
+        tuner.run(policy, budget)
+    assert len(tuner.tries) == 3 and tuner.best[:2] == ("mixed", 1024)
+    assert "broken" in str(tuner) and "Best of 3 tries: mixed, budget 1,024, median TTFT 150 ms" in str(tuner)
+
+
+def test_tuner_runs_behind_its_button_and_says_what_is_wrong(monkeypatch):
+    plain = scenes_tuning.serve
+    monkeypatch.setattr(scenes_tuning, "serve", lambda policy, budget: plain(policy, budget, n=40))
+    tuner = lab.tuner(0.1, ["mixed"])
+    tuner.show()
+    tuner._budget.value = 256
+    tuner._button.click()
+    assert [t[:2] for t in tuner.tries] == [("mixed", 256)] and "256" in tuner._table.value
+    with pytest.raises(ValueError, match="no policy 'fifo'"):
+        tuner.run("fifo", 512)
+    with pytest.raises(ValueError, match="below max_requests 128"):
+        tuner.run("mixed", 64)
+    with pytest.raises(ValueError, match="above 0 seconds"):
+        lab.tuner(0)
+
+
+def test_map_marks_the_front():
+    runs = [served(p, b) for p in ("mixed", "leftover") for b in (256, 2048)]
+    words = views.text(lab.tuning_map(runs, slo=0.1)).splitlines()
+    beaten = lambda run: any(o is not run and all(a <= b for a, b in zip(lab.waits(o), lab.waits(run))) for o in runs)  # noqa: E731  # fmt: skip
+    for run in runs:
+        line = next(w for w in words if w.startswith(f"{run.meta['policy']}, budget {run.meta['max_batch_tokens']:,}:"))
+        assert line.endswith("(on the front)") == (not beaten(run))
+    assert words[-1] == "promise: P99 TBT at most 100 ms"
