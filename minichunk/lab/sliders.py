@@ -55,6 +55,7 @@ class Slider(Panel):
         button = w.Button(description="Reset", layout=w.Layout(width="6em"))
         button.on_click(lambda _: self.guarded(self.reset))
         self._figure = go.FigureWidget(self.figure())
+        self._figure.layout.width = 940  # a FigureWidget does not grow with its cell
         return [w.HBox([self._slider, button], layout=w.Layout(flex_flow="row wrap")), self._figure]
 
     def _moved(self, change: dict) -> None:

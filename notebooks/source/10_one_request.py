@@ -207,7 +207,7 @@ lab.free_lunch(*lab.recorded_lunch(), live)
 # %% [markdown]
 """
 Beware of the grey curve. It is the same card, run *eagerly*: the CPU launches a step's many small kernels one by one,
-and the card waits. That curve is flat for another reason, and says nothing about weights. The others were recorded with
+and the card waits. That curve is flat (and bumpy) for another reason; it says nothing about weights. The others were recorded with
 a CUDA graph for each size, which launches a whole step at once.
 """
 

@@ -186,12 +186,12 @@ whenever the chunk is halved. While it lies well below the other, cutting is nea
 computes for longer than it reads. Small chunks pay: they fall below the ridge of notebook 10, and each launch adds its
 fixed part.
 
-In a long prompt the history takes over. Cut one of 571 tokens, then another of 16,384 for a model of 8 billion
+In a long prompt the history takes over. Cut these 512 tokens with the slider, then 16,384 for a model of 8 billion
 parameters, `lab.split_prompt(16384, 512, shape="llama-3-8b")`, and compare the middle.
 """
 
 # %%
-lab.split_prompt(571, 64)
+lab.split_prompt(512, 64)
 
 # %% [markdown]
 """
