@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from minichunk.lab.checks import Exercise, Result, close
+from minichunk.lab.checks import Exercise, Result, close, number
 
 
 # --- 90.1 ---------------------------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ POINTS = [
 def check_front(fn: Callable) -> Result:
     rule = "Kept are the points that no other is at least as good as in both and better in one; sorted, each once."
     for points in POINTS:
-        got, wanted = _points(fn(points)), front(points)
+        answer, wanted = fn(points), front(points)
+        got = _points(answer)
         if got == wanted:
             continue
         guesses = {
@@ -120,15 +121,17 @@ def check_front(fn: Callable) -> Result:
             difference = f"{extra[0]} is beaten by {better}"
         else:
             difference = f"{missing[0]} is beaten by none and missing" if missing else f"the order, or a point twice: expected {wanted}"  # fmt: skip
-        return FRONT.wrong(key, rule, f"points {points}", got, wanted, difference)
+        return FRONT.wrong(key, rule, f"points {points}", answer, wanted, difference)
     return Result(True, "passed", FRONT.passed)
 
 
 def _points(value: Any) -> list | None:
+    """The answer as a list of pairs of numbers, None where it is something else."""
     try:
-        return [tuple(p) for p in value]
+        points = [tuple(p) for p in value]
     except TypeError:
         return None
+    return points if all(len(p) == 2 and all(map(number, p)) for p in points) else None
 
 
 FRONT = Exercise(
