@@ -199,6 +199,17 @@ lab.reveal("50c", options[1] if own else options[2], lab.row_error_bars(chunks, 
 The softmax of one number is 1. No error message, no NaN: the decode has forgotten everything but its last token. Only C
 is right. That call is made for training, where all keys are new.
 
+## Break one integer
+
+Change an integer, guess which rows go wrong, press **Run**.
+"""
+
+# %%
+w = lab.packer(budget=16, block_size=4)
+w
+
+# %% [markdown]
+"""
 ## Fluent but wrong
 
 Back to your packer. In the next run one integer is off: each decode's `seq_lens_k` is one too small.
