@@ -201,7 +201,7 @@ is right. That call is made for training, where all keys are new.
 
 ## Break one integer
 
-Change an integer, guess which rows go wrong, press **Run**.
+Change one, guess which rows go wrong, press **Run**.
 """
 
 # %%
