@@ -18,7 +18,9 @@ def scheduler(policy="mixed", budget=100, chunk_size=None, max_requests=8, block
 
 
 def ask(s, id, prompt, tokens=None):
-    request = Request(id, list(tokens or [hash((id, i)) % 1000 for i in range(prompt)]), prompt, SamplingParams(50))
+    request = Request(
+        id, list(tokens or [100 * ord(str(id)[0]) + i for i in range(prompt)]), prompt, SamplingParams(50)
+    )
     s.add(request)
     return request
 
@@ -180,34 +182,41 @@ def test_the_head_of_the_queue_enters_only_when_its_whole_present_length_fits_an
 
 
 def test_admission_counts_what_the_running_ones_still_lack():
-    s = scheduler(budget=4, blocks=6, size=4)
-    ask(s, "A", 16)
+    s = scheduler(budget=8, chunk_size=4, blocks=6, size=4)
+    a = ask(s, "A", 16)
     step(s)  # one block held, three owed
-    ask(s, "B", 9)
-    assert lengths(step(s)) == [("A", 4)] and s.pool.num_free == 4
-    ask(s, "C", 1)
-    step(s)
-    step(s)
-    assert [r.id for r in s.running] == ["A"]  # A is computed: it owes its first decode's block, B needs 3 of 2
-    s.remove(s.running[0])
+    b = ask(s, "B", 9)
+    for _ in range(
+        4
+    ):  # five blocks are free at first, and B needs three: but A lacks three, then as many as it holds less
+        plan = step(s)
+        assert [c.id for c in plan.chunks] == ["A"] and list(s.waiting) == [b]
+    s.remove(a)
     assert step(s).admitted == ["B"]
 
 
-def test_a_hit_in_a_living_table_is_free_and_a_hit_on_the_free_list_costs_a_block():
-    text = list(range(9))
-    for held in (True, False):
-        s = scheduler(blocks=4, size=4)
-        first = ask(s, "A", 9, text)
-        step(s)  # three blocks
-        if not held:
-            s.remove(first)
-            ask(s, "X", 4)  # takes the empty block, then owes one for its next token
-            step(s)
-        ask(s, "B", 9, [*text[:8], 99])  # two hits and one new block
-        plan = step(s)
-        # Held: 3 - 2 + 0 owed ≤ 1 free. On the free list: 3 - 0 + 1 owed > 3 free.
-        assert plan.admitted == (["B"] if held else [])
-        assert plan.hits == ({"B": 8} if held else {})
+def test_a_hit_in_a_living_table_costs_no_block():
+    s = scheduler(blocks=4, size=4)
+    ask(s, "A", 9, range(9))
+    step(s)  # three of four blocks
+    ask(s, "B", 12, [*range(8), 90, 91, 92, 93])
+    plan = step(s)  # 3 - 2 ≤ 1
+    assert (plan.admitted, plan.hits, s.pool.num_free) == (["B"], {"B": 8}, 0)
+
+
+def test_a_hit_on_the_free_list_costs_a_block():
+    s = scheduler(blocks=4, size=4, chunk_size=4)
+    a = ask(s, "A", 9, range(9))
+    for _ in range(3):
+        step(s)
+    s.remove(a)
+    x = ask(s, "X", 2)
+    step(s)
+    ask(s, "B", 13, [*range(8), 90, 91, 92, 93, 94])
+    assert s.pool.num_free == 3 and len(s.pool.find(s.waiting[0])) == 2
+    assert step(s).admitted == []  # 4 > 3, although its first chunk would find room
+    s.remove(x)
+    assert step(s).admitted == ["B"]
 
 
 def test_a_waiting_request_shows_its_policy_the_hits_it_would_have():
