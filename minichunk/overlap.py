@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minichunk.blocks import num_blocks_needed
 from minichunk.packing import PackedBatch
 from minichunk.record import StepRecord
 from minichunk.request import Request
@@ -119,7 +120,10 @@ def _launch_ahead(engine: Engine, flight: Flight) -> Flight | None:
         if _alive(engine, request) and request.num_tokens + 1 - request.num_prompt_tokens < request.params.max_tokens:
             request.token_ids.append(UNKNOWN)
             flight.assumed.add(request.id)
-    if any(request.num_left for request in engine.scheduler.running):
+    running, size = engine.scheduler.running, engine.block_size
+    owed = sum(num_blocks_needed(r.num_tokens, size) - len(r.table) for r in running)
+    # Short of blocks it waits: whoever ends in this flight gives some back, and nobody is preempted for a guess.
+    if any(r.num_left for r in running) and owed <= engine.pool.num_free:
         return _launch(engine, flight)
     return None
 

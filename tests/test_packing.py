@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from minichunk import BlockTable, Chunk, PackedBatch, Request, pack_tokens, place
 
 SIZE = 4
+NAMES = ("token_ids", "positions", "cu_seqlens_q", "seq_lens_k", "logits_rows")
 
 
 def chunk(id, start, length, prompt=None, total=None):
@@ -80,10 +81,44 @@ def test_any_batch_token_by_token_against_the_definitions(drawn):
         assert (b - a - 1) * size + batch.kv_last_page_len[i] == c.end
 
 
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_whole_arrays_and_the_functions_that_a_learner_replaces_give_the_same_integers(drawn):
+    size, chunks, tables = drawn
+    fast = PackedBatch.build(chunks, tables, size)
+    plain = PackedBatch.build(chunks, tables, size, lambda c: pack_tokens(c), lambda *a: place(*a))
+    for name in (*NAMES, "block_tables", "slot_mapping"):
+        a, b = getattr(fast, name), getattr(plain, name)
+        assert a.tolist() == b.tolist() and a.dtype == b.dtype, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 6), st.booleans())
+def test_what_is_taken_over_from_the_last_batch_changes_no_integer(drawn, steps, leave):
+    """The same requests go on, a few tokens a step; one may leave."""
+    size, chunks, tables = drawn
+    requests, before = [c.request for c in chunks], None
+    spare = iter(range(10_000, 20_000))
+    for number in range(steps):
+        if leave and number == steps - 1 and len(requests) > 1:
+            requests, tables = requests[1:], tables[1:]
+        for r, t in zip(requests, tables):
+            r.token_ids += [3] * max(0, r.num_computed + 2 - r.num_tokens)
+            while len(t) * size < r.num_tokens:
+                t.block_ids.append(next(spare))
+        now = [Chunk.of(r, 1 + (number + i) % 2) for i, r in enumerate(requests)]
+        batch, fresh = (
+            PackedBatch.build(now, list(tables), size, before=before),
+            PackedBatch.build(now, list(tables), size),
+        )
+        for name in (*NAMES, "block_tables", "slot_mapping"):
+            assert getattr(batch, name).tolist() == getattr(fresh, name).tolist(), name
+        for c in now:
+            c.request.num_computed = c.end
+        before = batch
+
+
 # --- a learner's packer ----------------------------------------------------------------------------------------------
-NAMES = ("token_ids", "positions", "cu_seqlens_q", "seq_lens_k", "logits_rows")
-
-
 def changed(name, change):
     def pack(chunks):
         parts = dict(zip(NAMES, pack_tokens(chunks)))
