@@ -15,6 +15,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():  # read when triton is imported, which transformers does
     os.environ["TRITON_INTERPRET"] = "1"
 
+import widget_errors  # noqa: E402
+
 from minichunk.threads import num_threads  # noqa: E402
 
 torch.set_num_threads(num_threads())
@@ -50,36 +52,4 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def hidden_widget_error(notebook) -> str | None:
-    """The first exception that a widget of an executed notebook caught: "ValueError: …" and its traceback.
-
-    ipywidgets' Output (and `interact`, which is built on it) stores an exception in the widget's state, not among
-    the cell's outputs, so the cell looks fine.
-    """
-    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
-    for model in states.get("state", {}).values():
-        for output in model["state"].get("outputs") or ():
-            if output["output_type"] == "error":
-                return f"{output['ename']}: {output['evalue']}\n" + "\n".join(output["traceback"])
-    return None
-
-
-def _fail_on_hidden_errors():
-    """nbmake passes a notebook whose widgets caught an exception; this makes such a notebook fail."""
-    from nbmake import nb_run
-    from nbmake.nb_result import NotebookError
-
-    plain = nb_run.NotebookRun.execute
-
-    def execute(self):
-        result = plain(self)
-        hidden = None if result.error else hidden_widget_error(result.nb)
-        if hidden:
-            summary = f"a widget hid {hidden.splitlines()[0]}"
-            result.error = NotebookError(summary=summary, trace=hidden, failing_cell_index=-1)
-        return result
-
-    nb_run.NotebookRun.execute = execute
-
-
-_fail_on_hidden_errors()
+widget_errors.fail_on_hidden_errors()

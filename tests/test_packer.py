@@ -1,4 +1,4 @@
-"""The packer's integers, its check and its runs, without a browser; tests/browser/test_packer.py has the rest."""
+"""The packer's integers, its check and its runs, without a browser; tests/browser/test_browser_packer.py has the rest."""
 
 import base64
 import json

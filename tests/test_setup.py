@@ -7,16 +7,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, hidden_widget_error
 from packaging.requirements import Requirement
 from packaging.version import Version
+from widget_errors import hidden_widget_error
 
 from minichunk import doctor
 from minichunk.paths import data_path
 from minichunk.threads import cores, num_threads
+
+ROOT = Path(__file__).resolve().parent.parent
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {name: [Requirement(r) for r in lines] for name, lines in PROJECT["optional-dependencies"].items()}
