@@ -35,7 +35,7 @@ def test_votes_are_kept_and_scored_beside_chance(no_figures):
     lab.lock("95-34", "it holds")
     for claim in (22, 34):
         lab.verdict(claim)
-    assert "Choices: 1 of 2 right; chance would give 0.5." in lab.score()
+    assert "Choices: 1 of 2 right; guessing would get 0.5 right on average." in lab.score()
     assert lab.vote().state[34] == "it holds", "a second run of the cell finds the votes"
     with pytest.raises(ValueError, match="the first answer counts"):
         votes.vote(22, "it holds")

@@ -255,18 +255,19 @@ def test_inside_p5_to_p95_of_a_timing_is_exact():
     assert lab.reveal("40e", list(range(50, 151))).factor == 2.0
 
 
-def test_score_shows_choices_beside_chance_and_a_trend_only_from_eight_on():
-    for n in range(7):
+def test_score_shows_choices_beside_guessing_and_a_trend_only_from_ten_on():
+    for n in range(9):
         lab.predict(f"9{n}", "?", "x").lock(2)
         lab.reveal(f"9{n}", 1)
     lab.predict("c1", "?", options=["a", "b"]).lock("a")
     lab.reveal("c1", "a")
     lab.predict("c2", "?", options=["a", "b", "c", "d"]).lock("d")
     lab.reveal("c2", "a")
-    assert "median of 7) a factor of 2.0 off" in lab.score()
-    assert "Choices: 1 of 2 right; chance would give 0.8." in lab.score() and "half" not in lab.score()
-    lab.predict("97", "?", "x").lock(1)
-    lab.reveal("97", 1)
+    assert "median of 9) a factor of 2.0 off" in lab.score()
+    assert "Choices: 1 of 2 right; guessing would get 0.8 right on average." in lab.score()
+    assert "half" not in lab.score()
+    lab.predict("99", "?", "x").lock(1)
+    lab.reveal("99", 1)
     assert "First half a factor of 2.0 off, second half a factor of 2.0 off." in lab.score()
 
 
@@ -313,14 +314,65 @@ def toy_figure():
 def test_which_bug_says_why():
     asked = lab.which_bug("40.3")
     assert asked.right is None
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="no option 'no_such_bug'; there are .*whole_only"):
         asked.choose("no_such_bug")
     asked.choose("whole_only")
     assert (
         asked.right is False and "Look for the long prompt" in str(asked) and "charges every decode twice" in str(asked)
     )
-    assert "Choices: 0 of 1 right; chance would give 0.2." in lab.score()
+    assert "Choices: 0 of 1 right; guessing would get 0.2 right on average." in lab.score()
     assert lab.which_bug("40.3").right is False
+
+
+def test_options_lock_by_number_as_they_are_shown():
+    asked = lab.predict("00b", "Which?", options=["this", "that"])
+    assert "1 ○ this" in str(asked) and "2 ○ that" in str(asked) and 'lab.lock("00b", n), n from 1 to 2' in str(asked)
+    for guess in (0, 3, True, "neither", None, 1.5):
+        with pytest.raises(ValueError, match="by its number or in its words"):
+            lab.lock("00b", guess)
+    assert lab.lock("00b", 2).guess == "that"
+    bug = lab.which_bug("40.3")
+    assert lab.lock("40.3", 1 + list(bug.bug.options).index(bug.bug.right)) is bug and bug.right
+
+
+def test_a_refused_lock_shows_its_sentence_alone():
+    """As IPython shows it: no traceback, and the cell has failed."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    lab.predict("00c", "How many?", "times")
+    lab.predict("00d", "How many?", "times").lock(1)
+    shell = InteractiveShell()
+    for cell, sentence in {
+        'lab.lock("00c", "ten")': 'a number, please: lab.lock("00c", 10)',
+        'lab.lock("00d", 2)': "00d is locked already: the first answer counts",
+        'lab.lock("77a", 2)': "prediction '77a' was not asked in this kernel yet: run its cell first",
+    }.items():
+        with capture_output() as shown:
+            outcome = shell.run_cell("from minichunk import lab\n" + cell)
+        assert isinstance(outcome.error_in_exec, ValueError) and not outcome.success
+        assert (shown.stdout + shown.stderr).strip() == sentence
+
+
+@pytest.mark.parametrize(
+    "guess, truth, said",
+    [
+        (29, 30, ["30 steps", "You said: 29 steps, close."]),
+        (30, 30, ["30 steps", "You said: 30 steps, on the spot."]),
+        (4, 5.36976, ["5.37 steps", "You said: 4 steps, a factor of 1.3 off."]),
+        (9216, 18432, ["18432 steps", "You said: 9216 steps, a factor of 2.0 off."]),
+    ],
+)
+def test_on_the_spot_is_exact_and_reveal_and_score_round_alike(guess, truth, said):
+    lab.predict("20a", "How many?", "steps").lock(guess)
+    assert str(lab.reveal("20a", truth)).splitlines() == said
+    assert f"truth {said[0]}:" in lab.score()
+
+
+def test_a_choice_is_right_or_no():
+    for id, answer in {"00b": "this", "00e": "that"}.items():
+        lab.predict(id, "Which?", options=["this", "that"]).lock(answer)
+        assert str(lab.reveal(id, "this")).endswith(": right." if answer == "this" else ": no.")
 
 
 # --- the selector --------------------------------------------------------------------------------------------------
@@ -421,6 +473,26 @@ def test_progress_command_lists_exercises_and_score(my):
     said = CliRunner().invoke(cli.app, ["progress"]).output
     assert "✔ 00.1 is_mixed" in said and "○ 40.1 plan_step" in said and "○ 40.3 which bug?" in said
     assert "Exercises: 1 of" in said and "00a    you 4, truth 8 steps: a factor of 2.0 off" in said
+
+
+def test_progress_marks_a_wrong_choice(my):
+    bug = lab.which_bug("40.3")
+    bug.choose("whole_only")
+    assert "✘ 40.3 which bug? (answered wrong)" in CliRunner().invoke(cli.app, ["progress"]).output
+    (my / "predictions.jsonl").unlink()
+    lab.which_bug("40.3").choose(bug.bug.right)
+    assert "✔ 40.3 which bug? (answered right)" in CliRunner().invoke(cli.app, ["progress"]).output
+    (my / "predictions.jsonl").unlink()
+    lab.which_bug("40.3").skip()
+    assert "○ 40.3 which bug?\n" in CliRunner().invoke(cli.app, ["progress"]).output
+
+
+def test_progress_is_by_notebook_and_only_of_notebooks_that_are_there(course):
+    said = CliRunner().invoke(cli.app, ["progress"]).output.splitlines()
+    ids = [id for id in checks.exercises() if id[:2] in ("00", "40")]
+    assert said[0] == f"Exercises: 0 of {len(ids)} done"
+    assert [line.split()[1] for line in said if line.startswith("  ○")] == ids and len(ids) < len(checks.exercises())
+    assert said.index("00 start") < said.index("40 mixed") < next(n for n, line in enumerate(said) if "40.1" in line)
 
 
 # --- engines of the classroom -----------------------------------------------------------------------------------------

@@ -153,6 +153,34 @@ def test_two_runs_have_their_own_names_and_dashes():
     assert "policy mixed" in figure.layout.title.text and "policy prefill_first" in figure.layout.title.text
 
 
+def test_names_of_runs_say_whose_scheduler_and_what_differs():
+    """As notebook 40 has them: the learner's plan_step with 64, prefill_first with 1024; no two names are alike."""
+    mine, frozen, whole = hand_made(), hand_made(), hand_made()
+    mine.meta |= {"policy": "plan_step", "max_batch_tokens": 64, "chunk_size": 64}
+    frozen.meta |= {"policy": "prefill_first", "max_batch_tokens": 1024, "chunk_size": None, "code": None}
+    whole.meta |= {"policy": "whole_prompt", "max_batch_tokens": 1024, "chunk_size": None, "code": None}
+
+    def shown(runs):
+        return [t.name for t in views.ttft_tbt(runs).data if t.mode == "lines" and t.showlegend]
+
+    assert shown([mine, frozen]) == ["YOUR scheduler, budget 64", "prefill_first, budget 1024"]
+    assert shown([frozen, whole]) == ["prefill_first", "whole_prompt"]
+    assert shown([mine, mine]) == ["plan_step (1)", "plan_step (2)"]
+    mine.meta["chunk_size"] = 16
+    assert shown([mine, frozen])[0] == "YOUR scheduler, budget 64, chunks of 16"
+    assert "YOUR scheduler, budget 64, chunks of 16: TTFT" in views.text(views.ttft_tbt([mine, frozen]))
+
+
+@pytest.mark.parametrize("code, said", [
+    ("YOUR", "YOUR scheduler"), ("REFERENCE", "REFERENCE scheduler (yours not finished)"),
+    ("REFERENCE packer", "REFERENCE packer (yours not finished)"), ("YOUR packer", "YOUR packer"),
+])  # fmt: skip
+def test_a_title_says_whose_code_ran(code, said):
+    run = hand_made()
+    run.meta["code"] = code
+    assert f"policy mixed · {said} · NOISY" in views.timeline(run).layout.title.text
+
+
 def test_stalls_are_cut_into_their_causes():
     run = hand_made()
     figure = views.stalls(run, slo=0.3)

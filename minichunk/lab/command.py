@@ -11,7 +11,7 @@ from typing import Annotated, Optional
 import typer
 
 from minichunk.lab import copies
-from minichunk.lab.checks import Bug, exercises
+from minichunk.lab.checks import Bug, Exercise, exercises
 from minichunk.lab.exercises import solved_path
 from minichunk.lab.places import my_dir
 from minichunk.lab.predictions import events, score
@@ -54,11 +54,28 @@ def lab(
 
 
 def progress() -> None:
-    """Which exercises have passed, and how the predictions went."""
-    done = {id: solved_path(id).exists() for id in exercises()}
-    done |= {id: any(e["event"] == "lock" for e in events(id)) for id, e in exercises().items() if isinstance(e, Bug)}
-    typer.echo(f"Exercises: {sum(done.values())} of {len(done)}")
-    for id, entry in exercises().items():
-        name = "which bug?" if isinstance(entry, Bug) else entry.name
-        typer.echo(f"  {'✔' if done[id] else '○'} {id} {name}")
+    """Which exercises are done, by notebook, and how the predictions went."""
+    try:
+        notebooks = copies.originals()
+    except FileNotFoundError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    rows = {id: _row(id, entry) for id, entry in exercises().items() if id[:2] in notebooks}
+    typer.echo(f"Exercises: {sum(not row.startswith('○') for row in rows.values())} of {len(rows)} done")
+    for number, path in notebooks.items():
+        here = [row for id, row in rows.items() if id[:2] == number]
+        for line in [path.stem.replace("_", " "), *(f"  {row}" for row in here)] if here else []:
+            typer.echo(line)
     typer.echo("\n" + score())
+
+
+def _row(id: str, entry: Exercise | Bug) -> str:
+    """An exercise and how it stands: ✔ passed or right, ✘ answered wrong, ○ still to do."""
+    if isinstance(entry, Exercise):
+        return f"{'✔' if solved_path(id).exists() else '○'} {id} {entry.name}"
+    answer = next((e for e in events(id) if e["event"] in ("lock", "late")), None)
+    if answer is None:
+        return f"○ {id} which bug?"
+    right = answer["guess"] == entry.options[entry.right][0]
+    late = ", after seeing" * (answer["event"] == "late")
+    return f"{'✔' if right else '✘'} {id} which bug? (answered {'right' if right else 'wrong'}{late})"

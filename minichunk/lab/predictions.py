@@ -25,6 +25,15 @@ from minichunk.lab.places import my_dir
 from minichunk.lab.widgets import Panel, figure_bundle
 
 Guess = float | str
+
+
+class Refused(ValueError):
+    """An answer that cannot be taken. IPython shows the text alone, and Run All stops at the cell."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
 _open: dict[str, "Prediction"] = {}  # what stands in this notebook: reveal and predict find each other by id
 _waiting: dict[str, "Reveal"] = {}
 
@@ -80,22 +89,27 @@ def score() -> str:
             rows.append(f"  {id:<6} {'✔' if hit else '✘'} {lock['guess']}")
         else:
             factors.append(truth["factor"])
-            rows.append(f"  {id:<6} you {lock['guess']:g}, truth {truth['truth']:g} {lock['unit']}: {_times(truth['factor'])}")  # fmt: skip
+            rows.append(f"  {id:<6} you {lock['guess']:g}, truth {_number(truth['truth'])} {lock['unit']}: {_times(truth['factor'])}")  # fmt: skip
     if not rows:
         return "No predictions yet."
     lines = ["Predictions", *rows]
     if factors:
         lines.append(f"Numbers: typically (median of {len(factors)}) {_times(median(factors))}.")
-    if len(factors) >= 8:
+    if len(factors) >= 10:  # fewer say nothing about a trend
         half = len(factors) // 2
         lines.append(f"First half {_times(median(factors[:half]))}, second half {_times(median(factors[half:]))}.")
     if choices:
-        lines.append(f"Choices: {right} of {choices} right; chance would give {chance:.1f}.")
+        lines.append(f"Choices: {right} of {choices} right; guessing would get {chance:.1f} right on average.")
     return "\n".join(lines)
 
 
 def _times(f: float) -> str:
-    return "on the spot" if f < 1.05 else f"a factor of {f:.1f} off"
+    return "on the spot" if f == 1 else "close" if f < 1.05 else f"a factor of {f:.1f} off"
+
+
+def _number(value: float) -> str:
+    """A truth as the learner reads it: 29, 5.37, 18432."""
+    return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
 
 
 # --- asking --------------------------------------------------------------------------------------------------------
@@ -117,20 +131,37 @@ class Prediction(Panel):
         _open[id] = self
 
     def lock(self, guess: Guess) -> None:
-        """Stores the guess. The first one counts: ValueError when one is stored, or when this one cannot be a guess."""
+        """Stores the guess: a number, or of options one's words or its number, from 1. The first one counts.
+
+        Raises Refused (a ValueError) when one is stored already, or when this one cannot be a guess.
+        """
         if self.state in ("locked", "late"):
-            raise ValueError(f"{self.id} is locked already: the first answer counts")
-        if self.options and guess not in self.options:
-            raise ValueError(f"choose one of {', '.join(self.options)}")
-        if not self.options:
-            guess = float(guess)
-            if not (math.isfinite(guess) and guess > 0):
-                raise ValueError(f"a number above 0, please, not {guess:g}")
+            raise Refused(f"{self.id} is locked already: the first answer counts")
+        guess = self._option(guess) if self.options else self._above_zero(guess)
         late = _first(self.id, "truth") is not None or _showing()
         self.state, self.guess = ("late" if late else "locked"), guess
         if not _showing():
             _store(id=self.id, event="late" if late else "lock", guess=guess, unit=self.unit, **({"options": self.options} if self.options else {}))  # fmt: skip
         self._settle()
+
+    def _option(self, guess: Guess) -> str:
+        if guess in self.options:
+            return guess
+        if isinstance(guess, int) and not isinstance(guess, bool) and 1 <= guess <= len(self.options):
+            return self.options[guess - 1]
+        raise Refused(f"choose one of these, by its number or in its words, not {guess!r}:{self._numbered()}")
+
+    def _above_zero(self, guess: Guess) -> float:
+        try:
+            value = float(guess)
+        except (TypeError, ValueError):
+            raise Refused(f'a number, please: lab.lock("{self.id}", 10)') from None
+        if not (math.isfinite(value) and value > 0):
+            raise Refused(f"a number above 0, please, not {value:g}")
+        return value
+
+    def _numbered(self) -> str:
+        return "".join(f"\n    {n} ○ {option}" for n, option in enumerate(self.options, 1))
 
     def skip(self) -> None:
         """Shows the truth without a guess; nothing is scored."""
@@ -147,9 +178,8 @@ class Prediction(Panel):
 
     def __str__(self) -> str:
         unit = f" [{self.unit}]" if self.unit else ""
-        options = "".join(f"\n    ○ {option}" for option in self.options)
         by_hand = f" Where no buttons show: {self._by_hand()}" if self.state == "open" else ""
-        return f"{self.heading} {self.id}: {self.question}{unit}{options}\n{self._status()}{by_hand}"
+        return f"{self.heading} {self.id}: {self.question}{unit}{self._numbered()}\n{self._status()}{by_hand}"
 
     def _status(self) -> str:
         said = f"{self.guess:g} {self.unit}".strip() if isinstance(self.guess, float | int) else self.guess
@@ -161,6 +191,8 @@ class Prediction(Panel):
         }[self.state]
 
     def _by_hand(self) -> str:
+        if self.options:
+            return f'lab.lock("{self.id}", n), n from 1 to {len(self.options)}'
         return f'lab.lock("{self.id}", answer)'
 
     def _widgets(self):
@@ -189,12 +221,12 @@ class Prediction(Panel):
     def _lock_field(self) -> None:
         value = self._picked if self.options else self._field.value
         if value in (None, ""):
-            raise ValueError("first give an answer, then lock it")
+            raise Refused("first give an answer, then lock it")
         if not self.options:
             try:
                 value = float(value.replace(",", "."))
             except ValueError:
-                raise ValueError(f"a number, please, not {value!r}") from None
+                raise Refused(f"a number, please, not {value!r}") from None
         self.lock(value)
 
     def _redraw(self) -> None:
@@ -248,16 +280,16 @@ class Reveal(Panel):
                 f'The answer to {self.id} is computed. Lock your prediction above to see it, or lab.skip("{self.id}").'
             )
         unit = _open[self.id].unit if self.id in _open else ""
-        lines = [f"{self.truth:.3g} {unit}".strip() if not isinstance(self.truth, str) else self.truth]
+        lines = [f"{_number(self.truth)} {unit}".strip() if not isinstance(self.truth, str) else self.truth]
         if self.low is not None:
-            lines[0] += f" (P5 {self.low:.3g}, P95 {self.high:.3g})"
+            lines[0] += f" (P5 {_number(self.low)}, P95 {_number(self.high)})"
         lock = _first(self.id, "lock") or _first(self.id, "late")
         if lock:
             said = lock["guess"] if isinstance(lock["guess"], str) else f"{lock['guess']:g} {unit}".strip()
             late = " (after seeing, not scored)" if lock["event"] == "late" else ""
             verdict = f", {_times(self.factor)}" if self.factor else ""
             if isinstance(self.truth, str) and not late:
-                verdict = ", right" if said == self.truth else ", not so"
+                verdict = ": right" if said == self.truth else ": no"
             lines.append(f"You said: {said}{verdict}{late}.")
         return "\n".join(lines + [self.text] * bool(self.text))
 
@@ -294,9 +326,12 @@ def reveal(id: str, truth: Any, figure: Any = None, text: str = "") -> Reveal:
 
 
 def lock(id: str, guess: Guess) -> Prediction:
-    """Locks the answer to a prediction of this notebook, as its button does. KeyError where it was not asked yet."""
+    """Locks the answer to a prediction of this notebook, as its button does; of options also by number, from 1.
+
+    Raises Refused (a ValueError) where it was not asked yet, and for what cannot be an answer to it.
+    """
     if id not in _open:
-        raise KeyError(f"prediction {id!r} was not asked in this kernel yet: run its cell first")
+        raise Refused(f"prediction {id!r} was not asked in this kernel yet: run its cell first")
     _open[id].lock(guess)
     return _open[id]
 
@@ -323,11 +358,8 @@ class WhichBug(Prediction):
     def choose(self, key: str) -> None:
         """Locks the option with this key: prompts_first, twice, …"""
         if key not in self.bug.options:
-            raise KeyError(f"{key!r}: the options are {', '.join(self.bug.options)}")
+            raise Refused(f"no option {key!r}; there are {', '.join(self.bug.options)}")
         self.lock(self.bug.options[key][0])
-
-    def _by_hand(self) -> str:
-        return f'lab.which_bug("{self.id}").choose(one of {", ".join(self.bug.options)})'
 
     def _status(self) -> str:
         true, why_true = self.bug.options[self.bug.right]

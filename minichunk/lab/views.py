@@ -272,17 +272,29 @@ def _run_color(k: int, theme: str) -> str:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: what tells them apart."""
+    """A short name for each run, no two alike: what tells them apart."""
     keys = [
         k
-        for k in ("policy", "max_batch_tokens", "chunk_size", "model", "code", "source")
+        for k in ("policy", "code", "max_batch_tokens", "chunk_size", "model", "source")
         if len({str(r.meta.get(k)) for r in runs}) > 1
     ]
-    shown = {"max_batch_tokens": "budget ", "chunk_size": "chunks of "}
-    return [
-        ", ".join(f"{shown.get(k, '')}{r.meta[k]}" for k in keys if r.meta.get(k)) or f"run {n + 1}"
-        for n, r in enumerate(runs)
-    ]
+    names = [", ".join(_parts(r.meta, keys)) or str(r.meta.get("policy") or "run") for r in runs]
+    return [f"{name} ({n})" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
+
+
+def _parts(meta: dict, keys: list[str]) -> list[str]:
+    """What these keys of a run's meta say, in words, without what another one says already."""
+    parts = {k: str(meta[k]) for k in keys if meta.get(k)}
+    if parts.get("code") in ("YOUR", "REFERENCE"):
+        parts["code"] += " scheduler"
+        parts.pop("policy", None)  # the learner's function, by its name
+    if "max_batch_tokens" in parts:
+        parts["max_batch_tokens"] = f"budget {meta['max_batch_tokens']}"
+    if "chunk_size" in parts:
+        parts["chunk_size"] = f"chunks of {meta['chunk_size']}"
+        if meta["chunk_size"] == meta.get("max_batch_tokens"):  # cut by the budget alone
+            del parts["chunk_size"]
+    return list(parts.values())
 
 
 def _spread(s: dict) -> str:
