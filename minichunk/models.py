@@ -11,14 +11,17 @@ Whatever comes in is checked and probed (families.py) before anybody computes wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from minichunk.attention.base import LayerSpec
 from minichunk.families import check_family, probe, text_config, twin
@@ -177,6 +180,19 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers shows no bar inside, and afterwards what it showed before; downloads have their own bars.
+
+    A hook, since transformers' disable_progress_bar also switches the hub's bars, for the whole process.
+    """
+    before = transformers_logging.set_tqdm_hook(lambda factory, args, kwargs: transformers_logging.EmptyTqdm(*args))
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
 def _from_folder(
     folder: Path, gguf: str | None, device: torch.device, dtype: torch.dtype, with_tokenizer: bool
 ) -> tuple[PreTrainedModel, Any]:
@@ -195,9 +211,10 @@ def _from_folder(
     if gguf:  # unpacked at once: the engine computes with dense weights
         asked["gguf_file"], weights["quantization_config"] = gguf, GgufConfig(dequantize=True)
     try:
-        own, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **weights, **asked
-        )
+        with _no_progress_bar():
+            own, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **weights, **asked
+            )
         tokenizer = None
         if with_tokenizer and (
             gguf or names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}

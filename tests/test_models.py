@@ -163,6 +163,14 @@ def test_folder_of_safetensors(tmp_path):
     assert load(tmp_path, tokenizer=given).tokenizer is given
 
 
+def test_loading_shows_no_bar_and_leaves_those_of_others_alone(tmp_path, capsys):
+    tiny_model("llama").save_pretrained(tmp_path)
+    load(tmp_path)
+    assert "Loading weights" not in capsys.readouterr().err
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "Loading weights" in capsys.readouterr().err
+
+
 def test_pickled_weights_are_never_loaded(tmp_path):
     own = tiny_model("llama")
     own.config.save_pretrained(tmp_path)
