@@ -16,12 +16,22 @@ TABLE = {
     "00.2": {"queue_lost", "gap_has_ttft", "n_minus_1"},
     "10.1": {"tokens_refed", "wrong_row", "length"},
     "10.2": {"mul_add", "weights_reread", "bytes_per_value"},
-    "20.1": {"static", "idle_slot", "mean"},
-    "20.2": {"skipped_steps", "outside_gap", "off_by_one"},
+    "20.1": {"static", "idle_slot", "mean", "emptied", "dealt", "extra_step", "no_return"},
+    "20.2": {"skipped_steps", "outside_gap", "off_by_one", "step_end", "equal_split", "wrong_gap", "no_step", "tuple"},
     "30.1": {"top_left", "no_self", "sees_future"},
     "30.2": {"equal_parts", "no_causal_half", "lost_tokens"},
-    "40.1": {"decode_missing", "over_budget", "budget_left"},
-    "40.2": {"decodes_free", "median_slo", "one_too_far"},
+    "40.1": {
+        "decode_missing",
+        "over_budget",
+        "budget_left",
+        "not_cut",
+        "one_left",
+        "answer_left_out",
+        "one_prompt",
+        "one_token",
+        "not_the_request",
+    },
+    "40.2": {"decodes_free", "median_slo", "one_too_far", "stopped_early", "rounded_down", "no_room", "no_size"},
     "50.1": {"rope_restart", "history_lost", "sampled_partial", "row_off_by_one"},
     "50.2": {"decode_equals_own_v", "top_left", "heads_interleaved"},
     "60.1": {"block_ids_skipped", "chunk_relative", "div_mod"},
@@ -53,6 +63,31 @@ def test_every_promised_key_is_tried():
     for id, entry in exercises().items():
         if isinstance(entry, Exercise):
             assert set(entry.causes) == tried[id], f"{id}: every cause needs a wrong answer that gets it"
+
+
+@pytest.mark.parametrize("id", [i for i, e in exercises().items() if not isinstance(e, Exercise)])
+def test_a_hidden_bug_does_not_tell_its_name(id):
+    """The engine writes a policy's name into the run, and figures show it."""
+    fn = lab.broken(id)
+    assert fn.__name__ == fn.__qualname__ == "a classmate's" and not fn.__doc__
+
+
+def test_an_error_shows_the_input_as_a_table():
+    result = lab.check("20.2", lambda run, request, gap: max([]))
+    assert result.key == "no_step" and "step 1  0.25     to 0.5   A[3:4]" in result.message
+    result = lab.check("40.1", lambda running, waiting, budget, chunk_size: 1 / 0)
+    assert result.key == "raised" and "chunk_size" in result.message and "RequestView(" not in result.message
+
+
+def test_the_bound_of_20_1_is_the_longest_answer_where_that_is_more():
+    assert (
+        "3 tokens on 2 slots, 3 of them in one answer, need at least 3 steps"
+        in lab.check("20.1", lambda lens, slots: -(-sum(lens) // slots)).message
+    )
+
+
+def test_the_smallest_queue_holds_nobody_thrown_out():
+    assert "thrown out" not in lab.check("40.1", lambda *state: []).message
 
 
 @pytest.mark.parametrize("id", [i for i, e in exercises().items() if isinstance(e, Exercise)])

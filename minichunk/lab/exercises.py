@@ -38,13 +38,20 @@ def check(id: str, fn: Callable, seconds: float = SECONDS) -> Result:
     except TooSlow as slow:
         name, args, limit, stopped = slow.args
         still = "" if stopped else "\nIt could not be stopped and still runs: restart the kernel before you go on."
-        message = f"{name}({_short(args)}) did not end within {limit:g} s.\nLikely cause:  {exercise.slow}.{still}"
+        case = exercise.show(*args) if exercise.show else _short(args)
+        lines = [f"{name} did not end within {limit:g} s.", "", f"Smallest input found:  {case}", ""]
+        message = "\n".join([*lines, f"Likely cause:  {exercise.slow}.{still}"])
         return Result(False, "too_slow", message, f"{name} did not end")
     except Raised as raised:
         name, args = raised.args
-        what = f"{type(raised.__cause__).__name__}: {raised.__cause__}"
-        message = f"{name}({_short(args)}) raised an error.\n\n    {what}\n{_where(raised.__cause__, fn)}"
-        return Result(False, "raised", message, what)
+        error = raised.__cause__
+        key, what = exercise.key_of_error(error), f"{type(error).__name__}: {error}"
+        case = exercise.show(*args) if exercise.show else _short(args)
+        lines = [f"{name} raised an error.", "", f"Smallest input found:  {case}", "", f"    {what}"]
+        lines += [_where(error, fn)]
+        if key in exercise.causes:
+            lines += ["", f"Likely cause:  {exercise.causes[key]}"]
+        return Result(False, key, "\n".join(lines), what)
 
 
 def exercise(id: str, fn: Callable) -> Callable:
@@ -98,8 +105,14 @@ def solved(id: str) -> Callable:
 
 
 def broken(id: str) -> Callable:
-    """The function with the hidden bug of a "which bug?" exercise."""
-    return find(id, Bug).broken
+    """The function with the hidden bug of a "which bug?" exercise, under a name that does not give the bug away."""
+    fn = find(id, Bug).broken
+
+    def classmates(*args):
+        return fn(*args)
+
+    classmates.__name__ = classmates.__qualname__ = "a classmate's"
+    return classmates
 
 
 def solved_path(id: str) -> Path:

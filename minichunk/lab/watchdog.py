@@ -25,6 +25,7 @@ class _Stop(SystemExit):
 
 def limited(fn: Callable, seconds: float = SECONDS) -> Callable:
     """fn with a time limit per call. Lists among the arguments are copied, so the call cannot change the caller's.
+    Afterwards `.changed` says whether it tried: whether a copy lost, gained or swapped an element.
 
     The call runs in its own thread, so that this works on every system and inside Jupyter. Over the limit an
     exception is thrown into that thread: it ends a pure Python loop, but not a sleep or a long call into C.
@@ -34,10 +35,11 @@ def limited(fn: Callable, seconds: float = SECONDS) -> Callable:
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         outcome: dict[str, Any] = {}
+        given = [list(a) if isinstance(a, list) else a for a in args]
 
         def target():
             try:
-                outcome["value"] = fn(*(list(a) if isinstance(a, list) else a for a in args))
+                outcome["value"] = fn(*given)
             except _Stop:
                 outcome["stopped"] = True
             except BaseException as error:  # a learner's SystemExit or KeyboardInterrupt must not pass for an answer
@@ -49,13 +51,19 @@ def limited(fn: Callable, seconds: float = SECONDS) -> Callable:
         thread.join(seconds)
         if thread.is_alive():
             raise TooSlow(fn.__name__, args, seconds, _stop(thread))
+        call.changed = any(_differs(a, b) for a, b in zip(args, given) if isinstance(a, list))
         if "error" not in outcome:
             return outcome["value"]
         if isinstance(outcome["error"], NotImplementedError):
             raise outcome["error"]
         raise Raised(fn.__name__, args) from outcome["error"]
 
+    call.changed = False
     return call
+
+
+def _differs(a: list, b: list) -> bool:
+    return len(a) != len(b) or any(x is not y for x, y in zip(a, b))
 
 
 def _stop(thread: threading.Thread) -> bool:

@@ -27,7 +27,8 @@ class Exercise:
     """check(fn) → Result, with fn already guarded by the watchdog. causes: {key: the likely cause, in words}.
 
     passed: one line for a right answer. slow: why a call does not end, most likely. part: what of the engine it is, for
-    the titles of figures ("scheduler"), empty where no engine runs it.
+    the titles of figures ("scheduler"), empty where no engine runs it. show(*arguments): the input in words, for an
+    exception in the learner's code. errors: (key, type, part of its text), the exceptions whose cause is known.
     """
 
     id: str
@@ -37,10 +38,17 @@ class Exercise:
     passed: str
     slow: str = "a loop does not end"
     part: str = ""
+    show: Callable[..., str] | None = None
+    errors: tuple[tuple[str, type[Exception], str], ...] = ()
 
     @property
     def name(self) -> str:
         return self.reference.__name__
+
+    def key_of_error(self, error: BaseException) -> str:
+        """The cause of an exception in the learner's code, or "raised"."""
+        known = (key for key, kind, text in self.errors if isinstance(error, kind) and text in str(error))
+        return next(known, "raised")
 
     def wrong(self, key: str, rule: str, case: str, got: Any, wanted: Any, difference: str) -> Result:
         """A wrong answer in one form: the rule that failed, the smallest input, the first difference, the cause."""

@@ -34,6 +34,11 @@ def _late(out_lens, slots):
     return max(ends)
 
 
+def _dealt(out_lens, slots):
+    """Request i sits in slot i % slots, whoever is free first."""
+    return max(sum(out_lens[i::slots]) for i in range(slots))
+
+
 def _means(out_lens, slots):
     """What a mean in the place of a maximum gives: the work shared out evenly, or the groups' mean lengths."""
     groups = [out_lens[i : i + slots] for i in range(0, len(out_lens), slots)]
@@ -55,24 +60,36 @@ QUEUES = [
 
 
 def check_steps(fn: Callable) -> Result:
-    answers = [(lens, slots, fn(lens, slots), continuous_steps(lens, slots)) for lens, slots in QUEUES]
+    answers = []
+    for lens, slots in QUEUES:
+        answers.append((lens, slots, fn(lens, slots), continuous_steps(lens, slots)))
+        if fn.changed:
+            rule = "out_lens belongs to the caller, who needs it again."
+            there = "out_lens is not the same list after the call"
+            return STEPS.wrong("emptied", rule, _queue(lens, slots), answers[-1][2], answers[-1][3], there)
     for lens, slots, got, wanted in answers:
         if number(got) and got == wanted:
             continue
         agrees = {
+            "no_return": got is None,
             "static": all(a == static_steps(n, s) for n, s, a, _ in answers),
             "idle_slot": all(a == _late(n, s) for n, s, a, _ in answers),
+            "dealt": all(a == _dealt(n, s) for n, s, a, _ in answers),
+            "extra_step": all(number(a) and a == w + 1 for _, _, a, w in answers),
             "mean": all(number(a) and any(close(a, m) for m in _means(n, s)) for n, s, a, _ in answers),
         }
         key = next((k for k, yes in agrees.items() if yes), "unknown")
-        least, most = math.ceil(sum(lens) / slots), static_steps(lens, slots)
+        least, most = max(math.ceil(sum(lens) / slots), max(lens)), static_steps(lens, slots)
         rule = (
-            f"{sum(lens)} tokens on {slots} slot{'s' * (slots > 1)} need at least {least} steps; "
+            f"{sum(lens)} tokens on {slots} slot{'s' * (slots > 1)}, {max(lens)} of them in one answer, need at least {least} steps; "
             f"static batching takes {most}. A slot that becomes free takes the next request in the very next step."
         )
-        case = f"out_lens {lens}, slots {slots}"
-        return STEPS.wrong(key, rule, case, got, wanted, _timetable(lens, slots))
+        return STEPS.wrong(key, rule, _queue(lens, slots), got, wanted, _timetable(lens, slots))
     return Result(True, "passed", STEPS.passed)
+
+
+def _queue(lens: list[int], slots: int) -> str:
+    return f"out_lens {lens}, slots {slots}"
 
 
 def _timetable(lens: list[int], slots: int) -> str:
@@ -93,9 +110,14 @@ STEPS = Exercise(
         "static": "you wait until the whole group is done. That is static batching: the short ones' slots stand empty.",
         "idle_slot": "a slot that became free stands empty for a step. Refill before you count the step, not after it.",
         "mean": "you took a mean. The last slot to finish decides (a maximum), and work cannot be shared out evenly.",
+        "emptied": "you changed the caller's list. Work on a copy: waiting = list(out_lens).",
+        "dealt": "you dealt the requests out beforehand; the next one goes to whichever slot is free first.",
+        "extra_step": "you counted a step in which nobody ran.",
+        "no_return": "your function gave None. Is there no return, or one that is not reached?",
     },
     passed="nine queues right, each between the two bounds.",
     slow="requests never leave: each step must take one token from every request that runs",
+    show=_queue,
 )
 
 
@@ -112,9 +134,9 @@ def blame(run, request, gap):
     return max(parts, key=parts.get), parts
 
 
-def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int], pause: float = 0.0) -> Run:
+def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int], pause: float = 0.0, early: float = 0.0) -> Run:  # fmt: skip
     """A Run from (end in seconds, [(id, start, length)]) steps and {id: prompt length}; each step starts `pause`
-    seconds after the one before ended. A chunk that reaches its prompt's end, or lies after it, samples a token."""
+    seconds after the one before ended, and its tokens come `early` seconds before its end. A chunk that reaches its prompt's end, or lies after it, samples a token."""
     requests = {id: RequestRecord(id, [0] * n, [], 0.0) for id, n in prompts.items()}
     records, clock = [], -pause
     for index, (end, pieces) in enumerate(steps):
@@ -124,7 +146,7 @@ def hand_run(steps: list[tuple[float, list[tuple]]], prompts: dict[str, int], pa
             chunks.append((id, start, length, is_last, start >= prompts[id]))
             if is_last:
                 requests[id].output_ids.append(0)
-                requests[id].token_times.append(end)
+                requests[id].token_times.append(end - early)
         records.append(StepRecord(index, clock + pause, end, 16, chunks))
         clock = end
     return Run({"source": "MADE BY HAND", "num_blocks": 0}, requests, records)
@@ -142,7 +164,7 @@ def _cases() -> list[tuple[Run, str, int, str]]:
         ],
         {"A": 2, "B": 6, "C": 14},
     )
-    frozen, paused = (  # two whole steps without A: prompts alone, as prefill_first has them
+    frozen, paused, early = (  # two whole steps without A: prompts alone, as prefill_first has them
         hand_run(
             [
                 (0.5, [("A", 0, 4)]),
@@ -154,8 +176,9 @@ def _cases() -> list[tuple[Run, str, int, str]]:
             ],
             {"A": 4, "B": 12, "C": 3},
             pause,
+            before,
         )
-        for pause in (0.0, 1 / 32)
+        for pause, before in ((0, 0), (1 / 32, 0), (0, 1 / 32))
     )
     return [
         (plain, "A", 1, "A runs alone"),
@@ -163,6 +186,7 @@ def _cases() -> list[tuple[Run, str, int, str]]:
         (frozen, "A", 2, "nothing but decodes run"),
         (frozen, "A", 1, "two steps run without A"),
         (paused, "A", 1, "a little time passes between two steps; it counts to the later one"),
+        (early, "A", 1, "a token comes a little before its step's end, as in the engine"),
     ]
 
 
@@ -171,8 +195,44 @@ def _in_gap(run: Run, request: Any, gap: int) -> list[StepRecord]:
     return [step for step in run.steps if before <= step.start < end]
 
 
+def _on_time(run: Run) -> bool:
+    return all(t in {step.end for step in run.steps} for r in run.requests.values() for t in r.token_times)
+
+
+BLAME_MISTAKES = {
+    "step_end": [{"whole_end": True}],
+    "equal_split": [{"equal": True}, {"equal": True, "whole_end": True}],
+    "wrong_gap": [{"shift": -1}, {"shift": -1, "whole_end": True}],
+}
+
+
+def _blame_as(run, request, gap, *, whole_end=False, equal=False, shift=0) -> dict[Any, float]:
+    """The parts as a known mistake gives them."""
+    previous, end = run.requests[request].token_times[gap + shift : gap + shift + 2]
+    parts: dict[Any, float] = {}
+    for step in run.steps:
+        if previous <= step.start < end:
+            until = step.end if whole_end else min(step.end, end)
+            for id, _start, length, *_ in step.chunks:
+                share = 1 / len(step.chunks) if equal else length / step.num_tokens
+                parts[id] = parts.get(id, 0) + (until - previous) * share
+            previous = until
+    return parts
+
+
 def _key_of_blame(wrong: list[tuple[Run, Any, int, Any]]) -> str:
     """The cause that explains every wrong answer, (run, request, gap, answer) each."""
+
+    def is_variant(run, request, gap, got, **mistake):
+        parts = _blame_as(run, request, gap, **mistake)
+        same = set(got[1]) == set(parts) and all(close(got[1][i], parts[i]) for i in parts)
+        return same and got[0] == max(parts, key=parts.get)
+
+    for key, mistakes in BLAME_MISTAKES.items():
+        if any(all(is_variant(*case, **mistake) for case in wrong) for mistake in mistakes):
+            return key
+    # the other causes are recognised by their shape, where a step's end is its tokens' time
+    wrong = [case for case in wrong if _on_time(case[0])] or wrong
 
     def only_emitting(run, request, gap, got):
         """The tokens of the gap's last step alone, however the learner scaled them."""
@@ -210,7 +270,14 @@ def check_blame(fn: Callable) -> Result:
                 "Return two values: the culprit's id, and {id: seconds} with every request that had a chunk in the gap."
             )
             wanted = blame(run, request, gap)
-            return BLAME.wrong("unknown", rule, _describe(run, request, gap), got, wanted, f"got {type(got).__name__}")
+            return BLAME.wrong(
+                "no_return" if got is None else "unknown",
+                rule,
+                _describe(run, request, gap),
+                got,
+                wanted,
+                f"got {type(got).__name__}",
+            )
         wanted = blame(run, request, gap)
         ok = (
             got[0] == wanted[0]
@@ -255,12 +322,27 @@ BLAME = Exercise(
     blame,
     check_blame,
     causes={
-        "skipped_steps": "you looked only at the step that brought the token. Steps that ran without the request made it wait too.",
+        "skipped_steps": "you looked only at the step that brought the token. Steps that ran without the request made it wait too. "
+        "Or you overwrote: parts[id] = … forgets the earlier steps, parts[id] += … adds.",
         "between_steps": "you summed the steps' durations. From one step's end to the next one's start the user waits, too.",
         "outside_gap": "you named the longest prompt of the run, not the one that ran inside this gap.",
         "off_by_one": "you counted the step that brought the token before. The gap's steps are those that began after it.",
+        "step_end": "the last step's share ends at the gap's end, not at the step's own .end.",
+        "equal_split": "you shared a step's time equally. Share by length: length / step.num_tokens.",
+        "wrong_gap": "gap 0 lies between token 0 and token 1: from token_times[gap] to token_times[gap + 1].",
+        "no_step": "no step was selected. A step may begin exactly at the gap's start (<=) and end exactly at its end.",
+        "tuple": "a chunk is a tuple here: for id, start, length, is_last, is_decode in step.chunks.",
+        "no_return": "your function gave None. Is there no return, or one that is not reached?",
     },
-    passed="five gaps taken apart; every time the parts sum to the gap.",
+    passed="six gaps taken apart; every time the parts sum to the gap.",
+    show=_describe,
+    errors=(
+        ("no_step", ValueError, "max()"),
+        ("no_step", ZeroDivisionError, ""),
+        ("tuple", AttributeError, "'tuple' object"),
+        ("wrong_gap", ValueError, "not enough values to unpack (expected 2, got 1)"),
+        ("wrong_gap", IndexError, ""),
+    ),
 )  # fmt: skip
 
 CASES = _cases()
