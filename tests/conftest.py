@@ -15,7 +15,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():  # read when triton is imported, which transformers does
     os.environ["TRITON_INTERPRET"] = "1"
 
-import widget_errors  # noqa: E402
+import notebook_runs  # noqa: E402
 
 from minichunk.threads import num_threads  # noqa: E402
 
@@ -52,4 +52,4 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-widget_errors.fail_on_hidden_errors()
+notebook_runs.watch_notebooks()

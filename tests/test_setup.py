@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from notebook_runs import hidden_widget_error
 from packaging.requirements import Requirement
 from packaging.version import Version
-from widget_errors import hidden_widget_error
 
 from minichunk import doctor
 from minichunk.paths import data_path
