@@ -8,7 +8,7 @@ import importlib
 _HOME = {
     "exercises": ["WrongAnswer", "broken", "check", "exercise", "solved"],
     "predictions": ["lock", "predict", "reveal", "score", "skip", "which_bug"],
-    "scenes": ["QUESTIONS", "document", "engine", "pieces", "rush_hour", "same_answers", "step_sweep"],
+    "scenes": "QUESTIONS document engine finish pieces rush_hour same_answers scrub_at step_sweep".split(),
     "scenes_blocks": [
         "ask",
         "compare_answers",

@@ -82,9 +82,31 @@ def rush_hour(engine: Engine, steps_before: int = 8, max_tokens: int = 20, docum
             engine.step()
         for _ in range(documents):
             engine.add(engine.chat_ids(document()), params)
+        return finish(engine, max_tokens * (len(QUESTIONS) + documents))
+
+
+def finish(engine: Engine, tokens: int) -> Run:
+    """Steps the engine until all is done, closes it, and returns its run. tokens: how many come, for the progress bar."""
+    from tqdm.auto import tqdm
+
+    with engine, tqdm(total=tokens, desc="the engine runs", unit="token", leave=False) as bar:
         while engine.has_work:
             engine.step()
+            bar.update(engine.run.output_tokens - bar.n)
         return engine.run
+
+
+def scrub_at(request: Any, *runs: Run):
+    """The scrubber, opened where this request has its first chunk in one of the runs. ValueError if it never has one."""
+    from minichunk.lab import scrubber
+
+    first = [next((n for n, s in enumerate(r.steps) if request in [c[0] for c in s.chunks]), None) for r in runs]
+    shown = scrubber.scrub(*runs)
+    for position, steps in enumerate(scrubber.positions(runs, shown.state["sync"])):
+        if any(n is not None and step >= n for step, n in zip(steps, first)):
+            shown.state = {"step": position}
+            return shown
+    raise ValueError(f"request {request!r} has no chunk in these runs")
 
 
 def same_answers(runs: list[Run]) -> str:
@@ -102,10 +124,11 @@ def step_sweep(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), repeats: int = 5
     """This machine's step time by tokens in the step: (tokens, P50 ms, P95 ms). One prompt chunk a step, no history;
     the sizes take turns, so that a slow second hits all of them."""
     import numpy as np
+    from tqdm.auto import tqdm
 
     times: dict[int, list[float]] = {size: [] for size in sizes}
     with engine(max_batch_tokens=max(sizes)) as made:
-        for turn in range(repeats + 1):
+        for turn in tqdm(range(repeats + 1), desc="measuring steps", leave=False):
             for size in sizes:
                 made.generate([10] * size, SamplingParams(max_tokens=1))
                 if turn:  # the first turn warms up

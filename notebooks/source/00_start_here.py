@@ -14,7 +14,7 @@ You will
 | | |
 |---|---|
 | Prerequisites | Python. Nothing about inference engines |
-| Minutes | 15 |
+| Minutes | 20 |
 | Hardware | a CPU is enough |
 | Numbers | live: measured on your machine while you watch |
 """
@@ -205,6 +205,8 @@ for budget, run in runs.items():
 # %% [markdown]
 """
 ## Who waits less, who waits more?
+
+(On a busy machine two neighbouring budgets may swap places, here and below: compare the ends.)
 
 A mean hides a pause. For the readers, look at the *longest* one.
 """

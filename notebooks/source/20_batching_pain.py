@@ -14,7 +14,7 @@ You will
 | | |
 |---|---|
 | Prerequisites | notebook 00 |
-| Minutes | 25 |
+| Minutes | 40 |
 | Hardware | a CPU is enough |
 | Numbers | live: measured on your machine while you watch |
 """
@@ -41,7 +41,7 @@ def static_batching(running, waiting, budget, chunk_size):
 # %% [markdown]
 """
 Twelve people ask. Some want a word, some want a page: these are the lengths of the answers, in tokens. The engine has
-four **slots**, the most requests that run together.
+four **slots**: seats for requests, so at most four run together.
 """
 
 # %%
@@ -50,10 +50,10 @@ OUT_LENS = [3, 30, 5, 8, 4, 24, 2, 6, 18, 3, 9, 4]
 
 def serve(policy):
     engine = lab.engine(policy=policy, max_batch_tokens=1024, max_requests=4)
-    prompts = [engine.chat_ids(f"Tell me about the number {n}.") for n in range(len(OUT_LENS))]
-    engine.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in OUT_LENS])
-    engine.close()
-    return engine.run
+    for n, length in enumerate(OUT_LENS):
+        prompt = engine.chat_ids(f"Tell me about the number {n}.")
+        engine.add(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+    return lab.finish(engine, tokens=sum(OUT_LENS))
 
 
 # %%
@@ -101,10 +101,11 @@ def continuous_steps(out_lens, slots):
 # %%
 continuous_steps = lab.exercise("20.1", continuous_steps)
 continuous = serve("whole_prompt")  # decodes go on, and a whole prompt enters as soon as a slot is free
-print(f"counted {continuous_steps(OUT_LENS, 4)} steps, the engine took {len(continuous.steps)}")
 
 # %%
-lab.reveal("20a", continuous_steps(OUT_LENS, 4), lab.step_strip(continuous))
+counted = continuous_steps(list(OUT_LENS), 4)
+said = f"Counted: {counted} steps; the engine took {len(continuous.steps)}."
+lab.reveal("20a", counted, lab.step_strip(continuous), text=said)
 
 # %% [markdown]
 """
@@ -139,12 +140,14 @@ lab.reveal("20c", mean(frozen.tbts) / usual, lab.ttft_tbt(frozen))
 
 # %% [markdown]
 """
-Each reader got 19 pauses, and 18 of them were fine. The mean spreads the bad one over all of them; in an answer ten
+Each reader got 19 pauses, and 18 of them should have been fine. The mean spreads the bad one over all of them; in an answer ten
 times as long it would hide ten times as well. But people do not feel a mean. They feel the moment at which the text
 stops. So engines are judged by the tail:
 
 - **P99**: 99 of 100 pauses are shorter;
 - a **stall**: a pause longer than what was promised, the *service level objective* (SLO).
+
+More stalls than six? Then your machine was busy, too.
 """
 
 # %%
@@ -160,7 +163,8 @@ lab.stalls(frozen, slo)
 
 Take the pause between two tokens of a request apart. `run.requests[request].token_times` says when its tokens came;
 gap 0 lies between its first and its second token. The steps of the gap are those that *began* inside it. Each step has
-`.start`, `.end` (seconds), `.num_tokens`, and `.chunks`: tuples `(id, start, length, is_last, is_decode)`.
+`.start`, `.end` (seconds), `.num_tokens`, and `.chunks`, here as plain tuples, not the objects of 00.1:
+`(id, start, length, is_last, is_decode)`.
 
     token k                                    token k+1
        │◀──────────────── gap ─────────────────▶│
@@ -207,12 +211,14 @@ for id, seconds in sorted(parts.items(), key=lambda part: -part[1]):
 # %% [markdown]
 """
 The scrubber shows the same run, a step at a time. Step with the arrow keys, or click a long gap in the time line: it
-points to the chunk that caused it. (It shares a step's time a little differently: an ordinary step of decodes would
+points to the chunk that caused it. It opens where the document (request 6, G in figures) is computed. Today read only
+the budget bar and the time line; the arrays are notebook 50, the blocks notebook 60, and "slots" there are places for
+tokens, not seats. (It shares a step's time a little differently: an ordinary step of decodes would
 have happened anyway, and only what goes beyond it belongs to the prompt.)
 """
 
 # %%
-lab.scrub(frozen)
+lab.scrub_at(6, frozen)
 
 # %% [markdown]
 """
@@ -223,7 +229,7 @@ the document is still computed whole, in one step, but everybody who reads has a
 """
 
 # %%
-lab.predict("20d", "With whole_prompt, the longest pause is …", options=["about as long", "half as long or less"])
+lab.predict("20d", "With whole_prompt, the longest pause is …", options=["more than half as long", "half as long or less"])
 
 # %%
 riding = lab.rush_hour(lab.engine(policy="whole_prompt", max_batch_tokens=1024))
@@ -233,7 +239,7 @@ print(lab.same_answers([frozen, riding]))
 # %%
 lab.reveal(
     "20d",
-    "half as long or less" if ratio <= 0.5 else "about as long",
+    "half as long or less" if ratio <= 0.5 else "more than half as long",
     lab.timeline(riding),
     text=f"Measured: {ratio:.2f} times as long. The step is as long as the document, whoever rides in it.",
 )

@@ -14,7 +14,7 @@ You will
 | | |
 |---|---|
 | Prerequisites | notebooks 00 and 20; 30 helps |
-| Minutes | 40 |
+| Minutes | 50 |
 | Hardware | a CPU is enough |
 | Numbers | live: measured on your machine while you watch |
 """
@@ -61,7 +61,8 @@ Before each step the engine calls `plan_step(running, waiting, budget, chunk_siz
 
 - `running` and `waiting` are lists of requests, each in arrival order. You may only look at them: `.id`,
   `.num_tokens`, `.num_computed`, `.num_prompt_tokens`, `.arrival`, and from these `.num_left` (tokens it still has to
-  compute) and `.is_decode`.
+  compute) and `.is_decode`. A request that was thrown out of memory starts again at 0; then its answer tokens are left
+  to compute, too. `.num_left` counts them.
 - `budget` is the most tokens that the step may hold, everybody together. It is never smaller than the number of
   running requests.
 - `chunk_size` is the most that a single request may get.
@@ -114,7 +115,7 @@ document (G) has tokens left, and no reader ever misses a step.
 """
 
 # %%
-lab.scrub(mine)
+lab.scrub_at(6, mine)  # request 6 is G
 
 # %% [markdown]
 """
@@ -160,7 +161,7 @@ Here are both, side by side, at the same moment:
 """
 
 # %%
-lab.scrub(mine, frozen)
+lab.scrub_at(6, mine, frozen)
 
 # %% [markdown]
 """
@@ -233,7 +234,7 @@ step. Yet the check refuses it. Look at the budget in the steps that hold a chun
 # %%
 theirs = lab.rush_hour(lab.engine(policy=lab.broken("40.3"), max_batch_tokens=64))
 print(lab.same_answers([mine, theirs]), "·", len(theirs.steps), "steps against", len(mine.steps))
-lab.scrub(theirs)
+lab.scrub_at(6, theirs)
 
 # %%
 lab.which_bug("40.3")
