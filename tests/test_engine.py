@@ -226,6 +226,15 @@ def test_a_step_ahead_the_tokens_are_right_too():
         assert seen[what] > 0, f"never reached: {what}; {seen}"
 
 
+def test_a_step_ahead_is_not_planned_for_one_that_ends_beside_one_that_has_no_block():
+    """Four blocks of one token: the first request's last token is on its way while the second needs a fifth block."""
+    engine = memory_engine(num_blocks=4, block_size=1, max_batch_tokens=8, overlap=True)
+    params = [SamplingParams(n, ignore_eos=True) for n in (2, 4)]
+    done = engine.generate([[1], [2]], params)
+    assert [c.token_ids for c in done] == [expected([1], 2, True), expected([2], 4, True)]
+    assert engine.pool.num_free == 4
+
+
 def test_whatever_arrives_fails_or_leaves_the_tokens_are_right_and_the_record_plays_back():
     """Arrivals, aborts, failures and Ctrl-C over tiny pools, all block sizes, budgets, policies and equal prefixes."""
     seen = Counter()
