@@ -540,3 +540,21 @@ def test_of_all_plans_the_check_accepts_one_and_it_is_the_references():
             if c40.problem(*case, plan) is None:
                 accepted.append({r.id: n for r, n in plan})
         assert accepted == [{r.id: n for r, n in c40.plan_step(*case)}], c40.draw(*case)
+
+
+def test_scrubber_opens_at_a_requests_first_chunk():
+    run = toy_run(prompts=(50, 9), outputs=3, budget=16)
+    last = next(s.index for s in run.steps if any(c[0] == 1 for c in s.chunks))
+    assert lab.scrub_at(1, run).state["step"] == last > 0
+    two = lab.scrub_at(1, run, run)
+    assert all(any(c[0] == 1 for c in frame["chunks"]) for frame in two.run())
+    with pytest.raises(ValueError, match="request 9 has no chunk"):
+        lab.scrub_at(9, run)
+
+
+def test_a_refused_plan_ends_the_cell_with_the_refusal_alone():
+    def greedy(running, waiting, budget, chunk_size):
+        return [(request, request.num_left) for request in [*running, *waiting]]
+
+    with pytest.raises(lab.WrongAnswer, match="PlanRefused: .*budget"):
+        lab.rush_hour(lab.engine("tiny", policy=greedy, max_batch_tokens=64, chunk_size=1000, num_blocks=400))

@@ -22,7 +22,7 @@ _passed: dict[str, Callable] = {}  # the functions that passed in this kernel
 
 
 class WrongAnswer(Exception):
-    """An exercise's explanation. IPython shows the text alone, and Run All stops at the cell."""
+    """An exercise's explanation, or why the engine refuses a plan. IPython shows the text alone, and Run All stops at the cell."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()

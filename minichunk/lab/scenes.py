@@ -8,11 +8,12 @@ from typing import Any
 
 from minichunk.engine import Engine
 from minichunk.lab.checks.c00 import Piece
-from minichunk.lab.exercises import code_of
+from minichunk.lab.exercises import WrongAnswer, code_of
 from minichunk.models import load
 from minichunk.paths import data_path
 from minichunk.record import Run, StepRecord
 from minichunk.request import SamplingParams
+from minichunk.scheduler import NoProgress, PlanRefused
 
 
 @functools.cache
@@ -79,7 +80,7 @@ def rush_hour(engine: Engine, steps_before: int = 8, max_tokens: int = 20, docum
         for question in QUESTIONS:
             engine.add(engine.chat_ids(question), params)
         for _ in range(steps_before):
-            engine.step()
+            _step(engine)
         for _ in range(documents):
             engine.add(engine.chat_ids(document()), params)
         return finish(engine, max_tokens * (len(QUESTIONS) + documents))
@@ -91,9 +92,17 @@ def finish(engine: Engine, tokens: int) -> Run:
 
     with engine, tqdm(total=tokens, desc="the engine runs", unit="token", leave=False) as bar:
         while engine.has_work:
-            engine.step()
+            _step(engine)
             bar.update(engine.run.output_tokens - bar.n)
         return engine.run
+
+
+def _step(engine: Engine) -> None:
+    """One step. A plan that the engine refuses ends the cell with the refusal alone, without the engine's traceback."""
+    try:
+        engine.step()
+    except (PlanRefused, NoProgress) as error:
+        raise WrongAnswer(f"{type(error).__name__}: {error}") from error
 
 
 def scrub_at(request: Any, *runs: Run):

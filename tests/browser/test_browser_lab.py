@@ -183,14 +183,14 @@ def test_notebook_00_runs_and_its_selector_answers(lab):
 def test_notebook_40_runs_and_shows_the_schedule(lab):
     lab.open(copy(lab, "40"))
     assert lab.run_all(400) == []
-    cell = lab.find("lab.scrub(mine)")
-    assert "571" in root(lab, cell).text or "step 0 of" in root(lab, cell).text
+    cell = lab.find("lab.scrub_at(6, mine)")
+    assert "571" in root(lab, cell).text or "step 8 of" in root(lab, cell).text
     focus(lab, cell)
-    press(lab, Keys.ARROW_RIGHT * 9)
+    press(lab, Keys.ARROW_RIGHT)
     until("step 9", lambda: step(lab, cell) == 9)
     assert "mixed" in root(lab, cell).text and "64 of 64 tokens" in root(lab, cell).text
     picture(lab.driver, "lab-40")
-    two = lab.find("lab.scrub(mine, frozen)")
+    two = lab.find("lab.scrub_at(6, mine, frozen)")
     focus(lab, two)
     assert "policy prefill_first" in root(lab, two).text
     picture(lab.driver, "lab-40-two")
