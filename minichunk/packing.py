@@ -85,12 +85,12 @@ def _arrays(
 def _block_matrix(tables: Sequence, num_blocks: np.ndarray, before: PackedBatch | None) -> np.ndarray:
     """int32 [S, max_blocks]: the first num_blocks[i] blocks of each table."""
     matrix = np.zeros((len(tables), num_blocks.max()), np.int32)
+    changed = range(len(tables))
     if before is not None and before.tables == tables:  # tables only grow while their request runs
-        known = before.block_tables
-        matrix[:, : known.shape[1]] = known
-        changed = np.flatnonzero(num_blocks > -(-before.seq_lens_k // before.block_size)).tolist()
-    else:
-        changed = range(len(tables))
+        had = -(-before.seq_lens_k // before.block_size)
+        if (num_blocks >= had).all():  # not so when that step was broken off, and this one cuts its chunks shorter
+            matrix[:, : before.block_tables.shape[1]] = before.block_tables
+            changed = np.flatnonzero(num_blocks > had).tolist()
     for i in changed:
         used = num_blocks[i]
         matrix[i, :used] = tables[i].as_array(used) if hasattr(tables[i], "as_array") else tables[i][:used]

@@ -118,6 +118,13 @@ def test_what_is_taken_over_from_the_last_batch_changes_no_integer(drawn, steps,
         before = batch
 
 
+def test_a_step_after_a_broken_off_one_may_be_shorter():
+    request, table = Request(0, list(range(12)), 12), BlockTable(SIZE, [3, 1, 2])
+    before = PackedBatch.build([Chunk.of(request, 12)], [table], SIZE)
+    batch = PackedBatch.build([Chunk.of(request, 5)], [table], SIZE, before=before)
+    assert batch.block_tables.tolist() == [[3, 1]] and batch.slot_mapping.tolist() == [12, 13, 14, 15, 4]
+
+
 # --- a learner's packer ----------------------------------------------------------------------------------------------
 def changed(name, change):
     def pack(chunks):
