@@ -130,9 +130,10 @@ def _launch_ahead(engine: Engine, flight: Flight) -> Flight | None:
 
 def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecord:
     """Waits for the flight's tokens and gives them to their requests."""
-    finished = list(engine._aborted)
+    finished, gone = list(engine._aborted), []  # gone: they end with this step, but took no part in it
     here = {*engine._requests, *(c.id for c in flight.plan.chunks if c.id in engine._aborted)}
     chunks = [c for c in flight.plan.chunks if c.id in here]  # the others were computed in vain
+    ran = {c.id for c in chunks}
     begin = max(flight.start, engine._run.steps[-1].end if engine._run.steps else 0.0)
     waited = engine._now()
     try:
@@ -143,7 +144,7 @@ def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecor
         for chunk in [*chunks, *(ahead.plan.chunks if ahead else ())]:
             if _alive(engine, chunk.request):
                 engine._finish(chunk.request, "error", engine._now(), f"{type(error).__name__}: {error}")
-                finished.append(chunk.id)
+                (finished if chunk.id in ran else gone).append(chunk.id)
         tokens = []
     came = engine._now()
     failed = {r.id for r, token in zip(flight.sampled, tokens) if token is None}
@@ -162,6 +163,7 @@ def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecor
         engine._planned, engine._forwarded, engine._sampled = begin, waited, came
         record = engine._record(_kept(flight.plan, here), chunks, begin, begin, end, finished)
         flight.recorded = True
+        engine._aborted += gone
     if engine._check:
         engine.scheduler.check()
     return record
