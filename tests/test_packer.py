@@ -298,11 +298,12 @@ def test_text_twin(w):
 def test_the_button_runs_what_the_browser_sends_and_always_answers(w, monkeypatch):
     sent = []
     monkeypatch.setattr(type(w), "send", lambda self, content, buffers=None: sent.append(content))
-    w._hear(w, {"run": 1, "state": {**w.state, "edits": {"seq_lens_k[1]": 12}}}, [])
+    w.set_state({"state": {**w.state, "edits": {"seq_lens_k[1]": 12}}, "asked": 1})
     assert sent == [{"done": 1}] and w.report.startswith("seq_lens_k[1] is 12")
     with pytest.raises(Exception, match="no integer"):
-        w._hear(w, {"run": 2, "state": {"edits": {"nothing[0]": 1}}}, [])
+        w.set_state({"state": {"edits": {"nothing[0]": 1}}, "asked": 2})
     assert sent == [{"done": 1}, {"done": 2}] and w.status.startswith("error: this batch has no integer")
+    assert w.state["edits"] == {"seq_lens_k[1]": 12}  # the old state is back
 
 
 def test_lab_packer_stays_a_function():

@@ -350,6 +350,7 @@ class Packer(anywidget.AnyWidget):
     state = traitlets.Dict().tag(sync=True)
     status = traitlets.Unicode().tag(sync=True)
     report = traitlets.Unicode().tag(sync=True)
+    asked = traitlets.Int().tag(sync=True)  # how often the Run button was pressed
 
     def __init__(self, budget: int = 16, block_size: int = 4):
         for name, value, most in (("budget", budget, MOST_BUDGET), ("block_size", block_size, 16)):
@@ -362,11 +363,15 @@ class Packer(anywidget.AnyWidget):
             "themes": colors.THEMES, "hatches": list(colors.HATCHES),
         }  # fmt: skip
         super().__init__(setup=setup, state={})
-        self.on_msg(self._hear)
 
     @traitlets.validate("state")
     def _check_state(self, proposal) -> dict:
-        given = dict(proposal["value"])
+        try:
+            return self._checked(dict(proposal["value"]))
+        except ValueError as error:  # a TraitError puts the old state back, also where the browser sent the new one
+            raise traitlets.TraitError(str(error)) from error
+
+    def _checked(self, given: dict) -> dict:
         start = {"chunks": example(self.budget), "edits": {}, "align": ALIGNMENTS[0], "errors": None}
         if unknown := set(given) - set(start):
             raise ValueError(f"state has {', '.join(start)}, not {', '.join(sorted(map(str, unknown)))}")
@@ -418,25 +423,26 @@ class Packer(anywidget.AnyWidget):
             raise ValueError(f"errors must be None or have {sizes} numbers; let run() find them")
 
     def set_state(self, sync_data):
-        """Called with what the browser sends. An exception there is invisible in a notebook, so it is shown as well."""
+        """Called with what the browser sends. An exception there is invisible in a notebook, so it is shown as well.
+
+        Run comes as {"state", "asked"} in one message, so that no older state can overtake it, and is always answered.
+        """
         try:
             super().set_state(sync_data)
         except Exception as error:
-            self.status = _words(error)
-            raise
-
-    def _hear(self, _, content: dict, buffers) -> None:
-        """The Run button: {"run": number, "state": …}; answered by {"done": number} when all is shown."""
-        if "run" not in content:
-            return
-        try:
-            self.state = content["state"]
-            self.run()
-        except Exception as error:
-            self.status = _words(error)
+            self.status = (
+                f"error: {error}"
+                if isinstance(error, (ValueError, traitlets.TraitError))
+                else f"error: {type(error).__name__}: {error}"
+            )
             raise
         finally:
-            self.send({"done": content["run"]})
+            if "asked" in sync_data:
+                self.send({"done": sync_data["asked"]})
+
+    @traitlets.observe("asked")
+    def _run_button(self, change) -> None:
+        self.run()
 
     @property
     def right(self) -> dict[str, list]:
@@ -495,10 +501,6 @@ class Packer(anywidget.AnyWidget):
         data["text/plain"] = str(self)
         data["text/html"] = f'<pre aria-label="the packer as text">{html.escape(str(self))}</pre>'
         return bundle
-
-
-def _words(error: Exception) -> str:
-    return f"error: {error}" if isinstance(error, ValueError) else f"error: {type(error).__name__}: {error}"
 
 
 def _verdict(errors: dict, refused: dict[str, str]) -> str:

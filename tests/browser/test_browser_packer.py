@@ -81,7 +81,8 @@ def test_the_running_example_by_keyboard_one_integer_broken_and_the_check(packer
     said = "seq_lens_k[1] is 12: B has 9 tokens of history and 12 new, so it must be 21"
     until("the check", lambda: said in root(lab, cell).text)
     until("it is no longer busy", lambda: root(lab, cell).get_attribute("data-busy") == "0")
-    assert "FlashAttention's form: 12 of 16 rows wrong · FlashInfer's form: all 16 rows agree" in root(lab, cell).text
+    verdict = "FlashAttention's form: 12 of 16 rows wrong · FlashInfer's form: all 16 rows agree"
+    until("the verdict", lambda: verdict in root(lab, cell).text, 5)
     bad = lab.driver.execute_script(
         "return [...arguments[0].querySelectorAll('tr > td.mc-bad')].map((td) => Number(td.dataset.row))",
         root(lab, cell),
@@ -111,7 +112,7 @@ def test_escape_puts_the_right_integer_back_and_a_refused_form_is_said(packer):
     focus(lab, cell, "kv_indices[0]")
     press(lab, "999", Keys.ENTER, "r")
     until("refused", lambda: "kv_indices must lie in 0..129, the pool, got 999" in root(lab, cell).text)
-    assert "refused: an integer reaches outside" in root(lab, cell).text
+    until("its row says so", lambda: "refused: an integer reaches outside" in root(lab, cell).text, 5)
     focus(lab, cell, "kv_indices[0]")
     press(lab, Keys.ESCAPE)
     until("no edit", lambda: state(lab, cell)["edits"] == {})

@@ -95,10 +95,10 @@ const KEYS = "d decode · c chunk · ↑ ↓ change a number · ← → the next
 const size = (error) => (error === null ? "NaN" : error < 0.01 ? error.toExponential(0) : error.toPrecision(2));
 const normal = (s) => JSON.stringify([s.chunks, s.edits, s.align, s.errors]);
 
-/** store: {get() → state, set(state), listen(callback), report() → text, status(callback)?, run(number, state)?, done(callback)?} */
+/** store: {get() → state, set(state), listen(callback), report() → text, status(callback)?, run(state) → number?, done(callback)?} */
 class PackerApp {
   constructor(root, setup, store) {
-    Object.assign(this, { root, setup, store, B: setup.block_size, row: -1, shown: "all", form: "flash_attention", stops: {}, asked: 0, busy: 0 });
+    Object.assign(this, { root, setup, store, B: setup.block_size, row: -1, shown: "all", form: "flash_attention", stops: {}, busy: 0 });
     this.state = { ...this.start(), ...store.get() };
     root.classList.add("mc-widget", "mc-packer");
     for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": "Packer: build a mixed batch and read its integers", "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
@@ -177,13 +177,7 @@ class PackerApp {
   set(change) {
     this.state = { ...this.state, ...change };
     this.draw();
-    this.sending ||= setTimeout(() => this.send(), 150);
-  }
-
-  send() {
-    clearTimeout(this.sending);
-    this.sending = 0;
-    this.store.set(this.state);
+    this.sending ||= setTimeout(() => { this.sending = 0; this.store.set(this.state); }, 150);
   }
 
   /** A new state, from Python. */
@@ -270,10 +264,10 @@ class PackerApp {
   run() {
     if (this.busy) return;
     if (!this.store.run) return this.say("Run needs Python: open the notebook and run the cell. Everything else works here.", true);
-    this.busy = ++this.asked;
+    clearTimeout(this.sending);
+    this.sending = 0;
     this.say("running the attention …");
-    this.send();
-    this.store.run(this.busy, this.state);
+    this.busy = this.store.run(this.state);
     this.patience = setTimeout(() => this.say("no answer yet: the kernel is busy with a cell, or gone. All but Run goes on."), 8000);
     this.draw();
   }
@@ -616,7 +610,11 @@ export default {
       report: () => model.get("report"),
       said: () => model.get("status"),
       status: (does) => hear("change:status", () => does(model.get("status"))),
-      run: (n, state) => model.send({ run: n, state }),
+      run: (state) => { // in one message, or an older state that still waits would come after the answer and wipe it out
+        model.set({ state, asked: model.get("asked") + 1 });
+        model.save_changes();
+        return model.get("asked");
+      },
       done: (does) => hear("msg:custom", (message) => message.done && does(message.done)),
     });
     return () => { gone.forEach((off) => off()); app.close(); };
