@@ -7,6 +7,7 @@ The model sees one row [1, T] of tokens from many requests with their own positi
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -87,10 +88,8 @@ class ModelRunner:
             self.notes.append("compile off")
 
     def _new_cache(self, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        new = lambda dim: torch.zeros(  # noqa: E731
-            self.num_blocks + 1, self.block_size, spec.num_kv_heads, dim, dtype=self.dtype, device=self.device
-        )
-        return new(spec.head_dim), new(spec.value_dim)
+        shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads)
+        return tuple(_zeros((*shape, dim), self.dtype, self.device) for dim in (spec.head_dim, spec.value_dim))
 
     @property
     def kv(self) -> list[tuple[Tensor, Tensor]]:
@@ -121,7 +120,13 @@ class ModelRunner:
         most = max(bucket.seqs for bucket in [*buckets[0], *buckets[1]])
         logits = torch.zeros(most, vocab, dtype=torch.float32, device=self.device)
         return Graphs(
-            buckets, self._forward, self.backend.explain, logits, self.num_blocks * self.block_size, self.block_size, overlap
+            buckets,
+            self._forward,
+            self.backend.explain,
+            logits,
+            self.num_blocks * self.block_size,
+            self.block_size,
+            overlap,
         )
 
     def plain(self) -> ModelRunner:
@@ -235,6 +240,13 @@ class ModelRunner:
         """What an eager layer calls (families.py): query [1, H, T, d] → [1, T, H, value_dim]."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return self.layers[module.layer_idx].attend(q, k, v, sinks)[None]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU a page of memory is taken only when a block in it is first written (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def chunk_logits(runner: ModelRunner, sequences: list[list[int]], steps: list[list[tuple[int, int, int]]]) -> Tensor:
