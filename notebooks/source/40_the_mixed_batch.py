@@ -153,9 +153,9 @@ for name, run in {"yours": mine, "prefill_first": frozen, "whole_prompt": whole}
 
 # %% [markdown]
 """
-The readers' pause is bounded by the budget, whatever arrives: that is what your lines bought. The document paid. It
-shares each step with the readers, waits for more steps, and each of those steps reads all the weights again. Whoever
-tells you that chunked prefill makes everything faster has looked at the readers only.
+The readers' pause is bounded by the budget, whatever arrives: that is what your lines bought. The document pays: ten
+steps instead of one, shared with the readers, and each reads all the weights again. (The other way round here? Your
+machine was busy: measure again.) Whoever says that chunked prefill makes everything faster saw only the readers.
 
 Here are both, side by side, at the same moment:
 """
@@ -245,7 +245,7 @@ lab.which_bug("40.3")
 
 - Decodes first, prompts fill the rest, and the one that does not fit is cut. That is the whole scheduler.
 - The budget bounds the step, so it bounds everyone's TBT, whatever arrives.
-- The chunked request's own TTFT gets worse: more steps, and each reads the weights again.
+- The chunked request pays with its own TTFT: more steps, and each reads the weights again.
 - The largest budget that keeps the promise is the right one, and only a measurement finds it.
 
 **Three questions**
