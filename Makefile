@@ -22,7 +22,7 @@ help:
 	@echo "make demo          set up, then a live table of mixed batches in the terminal"
 	@echo "make setup         virtual environment, pinned packages, SmolLM2's weights"
 	@echo "make test          set up, then every test and notebook (make test-browser: JupyterLab in a browser)"
-	@echo "make test-fast     the tests that need no download"
+	@echo "make test-fast     the quick tests, which need no download"
 	@echo "make notebooks     write notebooks/ from notebooks/source/"
 	@echo "make lock          renew requirements.lock from pyproject.toml (needs uv)"
 
@@ -59,7 +59,7 @@ test: setup $(VENV)/.triton
 	$(PYTEST) --nbmake -m "not browser" --durations=10 tests notebooks
 
 test-fast: $(INSTALLED) $(VENV)/.triton
-	$(PYTEST) -m "not smollm2 and not notebook and not browser" tests
+	$(PYTEST) -m "not smollm2 and not notebook and not browser and not slow" tests
 
 test-browser: setup
 	$(PYTEST) -m browser tests

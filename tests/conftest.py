@@ -43,9 +43,18 @@ def run_python():
     return run
 
 
+# Rooms whose tests take tens of seconds each: `make test-fast` leaves them out, `make test` runs them.
+SLOW = {
+    "test_bug_table", "test_claims", "test_cli_simulate", "test_engine", "test_equality", "test_families", "test_graphs", "test_lab_blocks",
+    "test_models", "test_overlap", "test_scrubber", "test_simulator", "test_setup", "test_triton", "test_tuning", "test_wrong",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
-    """`-m "not notebook"` and `-m "not gpu"` work without a mark on each notebook and without a skip in each test."""
+    """`-m "not notebook"`, `-m "not gpu"` and `-m "not slow"` work without a mark on each test."""
     for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
         if getattr(item, "nbmake", False):
             item.add_marker("notebook")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
