@@ -128,7 +128,11 @@ class PackerApp {
     const redraw = () => { this.paint = null; this.draw(); };
     this.watch = new ResizeObserver(redraw);
     this.watch.observe(root);
-    this.themes = new MutationObserver(redraw);
+    this.themes = new MutationObserver(() => { // the mark changes before the new style sheet is in force
+      redraw();
+      clearTimeout(this.late);
+      this.late = setTimeout(redraw, 400);
+    });
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
     this.media = matchMedia("(prefers-color-scheme: dark)");
     this.media.addEventListener("change", redraw);
@@ -140,6 +144,7 @@ class PackerApp {
     clearTimeout(this.sending);
     clearTimeout(this.patience);
     clearTimeout(this.hidden);
+    clearTimeout(this.late);
     this.watch.disconnect();
     this.themes.disconnect();
     this.unmedia();

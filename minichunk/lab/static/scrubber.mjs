@@ -708,7 +708,11 @@ class App {
     const redraw = () => { this.paint = null; this.draw(); };
     this.watch = new ResizeObserver(redraw);
     this.watch.observe(root);
-    this.themes = new MutationObserver(redraw);
+    this.themes = new MutationObserver(() => { // the mark changes before the new style sheet is in force
+      redraw();
+      clearTimeout(this.late);
+      this.late = setTimeout(redraw, 400);
+    });
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
     this.media = matchMedia("(prefers-color-scheme: dark)");
     this.media.addEventListener("change", redraw);
@@ -719,6 +723,8 @@ class App {
   close() {
     clearTimeout(this.timer);
     clearTimeout(this.sending);
+    clearTimeout(this.hidden);
+    clearTimeout(this.late);
     this.watch.disconnect();
     this.themes.disconnect();
     this.unmedia();
@@ -886,7 +892,11 @@ class App {
   draw() { this.frame ||= requestAnimationFrame(this.guard(() => { this.frame = 0; if (!this.closed) this.render(); })); }
 
   render() {
-    if (!this.root.clientWidth) return;
+    clearTimeout(this.hidden);
+    if (!this.root.clientWidth) { // no observer tells of a moment in the dark, as while JupyterLab changes its theme
+      this.hidden = setTimeout(() => this.draw(), 400);
+      return;
+    }
     if (!this.paint) {
       this.paint = new Paint(this.root, this.body.themes, this.body.hatches);
       this.views.forEach((view) => view.measure());
