@@ -6,27 +6,13 @@ import random
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
-import torch
+from test_packer_batch import CASES, EXAMPLE, wrong_rows
 
 from minichunk import lab
-from minichunk.lab import kit
-from minichunk.lab import packer_widget as packer
+from minichunk.lab import kit, packer_widget
+from minichunk.lab import packer_batch as packer
 from minichunk.packing import PackedBatch
-
-EXAMPLE = {  # COURSE's own numbers, and blocks 5 2, 7 0 3 9 1 4, 6
-    "positions": [7, *range(9, 21), 0, 1, 2],
-    "slot_mapping": [11, 13, 14, 15, 36, 37, 38, 39, 4, 5, 6, 7, 16, 24, 25, 26],
-    "logits_rows": [0, 12, 15],
-    "cu_seqlens_q": [0, 1, 13, 16],
-    "seq_lens_k": [8, 21, 3],
-    "block_tables": [[5, 2], [7, 0, 3, 9, 1, 4], [6]],
-    "qo_indptr": [0, 1, 13, 16],
-    "kv_indptr": [0, 2, 8, 9],
-    "kv_indices": [5, 2, 7, 0, 3, 9, 1, 4, 6],
-    "kv_last_page_len": [4, 1, 3],
-}
 
 
 @pytest.fixture
@@ -38,10 +24,6 @@ def broken(w, **edits):
     """Runs the example with one integer changed: broken(w, **{"seq_lens_k[1]": 12}) → (errors, report, status)."""
     w.state = {"edits": edits}
     return w.run(), w.report, w.status
-
-
-def wrong_rows(errors):
-    return [row for row, e in enumerate(errors) if packer.is_wrong(e)]
 
 
 # --- the running example ---------------------------------------------------------------------------------------------
@@ -66,51 +48,15 @@ def test_right_integers_give_the_dense_result_in_both_forms(w):
     assert "all 16 rows agree" in w.status and w.state["errors"] == errors
 
 
-def test_the_reference_is_attention_row_by_row(w):
-    """Against a loop over heads and keys that shares nothing with it but the random numbers."""
-    q, k, v = (x.numpy() for x in packer._numbers())
-    turn = lambda x, p: np.concatenate([  # noqa: E731
-        x[:8] * np.cos(p * 100.0 ** -(np.arange(8) / 8)) - x[8:] * np.sin(p * 100.0 ** -(np.arange(8) / 8)),
-        x[8:] * np.cos(p * 100.0 ** -(np.arange(8) / 8)) + x[:8] * np.sin(p * 100.0 ** -(np.arange(8) / 8)),
-    ])  # fmt: skip
-    got = packer.reference(w.state["chunks"])
-    for row, (r, p) in {0: (0, 7), 1: (1, 9), 12: (1, 20), 13: (2, 0), 15: (2, 2)}.items():
-        for head in range(6):
-            scores = np.array([turn(k[r, j, head // 2], j) @ turn(q[r, p, head], p) for j in range(p + 1)]) / 4
-            weights = np.exp(scores - scores.max())
-            assert got[row, head].numpy() == pytest.approx(weights @ v[r, : p + 1, head // 2] / weights.sum())
-
-
 # --- one wrong integer -----------------------------------------------------------------------------------------------
-B = list(range(1, 13))
-CASES = {  # integer, value: wrong rows in FlashAttention's form, in FlashInfer's, what the check says
-    "seq_lens_k[1]=12": (B, [], "B has 9 tokens of history and 12 new, so it must be 21: the history is not counted, and rows 1…12 each see 9 keys too few"),
-    "seq_lens_k[0]=7": ([0], [], "must be 8: the new ones are not counted, and row 0 sees 1 key too few"),
-    "seq_lens_k[2]=4": ([13, 14, 15], [], "must be 3: rows 13…15 each see 1 key too many"),
-    "positions[3]=2": (B[2:], B[2:], "row 3 is B's token 11, so it must be 11"),
-    "slot_mapping[12]=17": ([12], [12], "row 12 is B's token 20, whose slot is 16 = block 4 · 4 + 0. Its key goes to 17 = block 4 · 4 + 1 (empty, B's)"),
-    "slot_mapping[13]=8": ([0, 13, 14, 15], [0, 13, 14, 15], "Its key goes to 8 = block 2 · 4 + 0 (A's token 4)"),
-    "cu_seqlens_q[1]=5": ([0, 1, 2, 3, 4], [], "A has row 0, so it must be 1: rows 1…4 go to A's keys, and A's own row sees 4 keys too few"),
-    "cu_seqlens_q[2]=12": (B, [], "must be 13: row 12 goes to C's keys, and B's own rows each see 1 key too many"),
-    "qo_indptr[2]=12": ([], B, "qo_indptr[2] is 12: B has rows 1…12"),
-    "block_tables[1][0]=3": (B, [], "B's tokens 0…3 lie in block 7, so it must be 7. Block 3 holds B's tokens 8…11."),
-    "block_tables[1][5]=8": ([12], [], "B's token 20 lies in block 4, so it must be 4. Block 8 holds nothing of this batch."),
-    "kv_indices[8]=5": ([], [13, 14, 15], "C's tokens 0…2 lie in block 6, so it must be 6. Block 5 holds A's tokens 0…3."),
-    "kv_indptr[2]=7": ([], [*B, 13, 14, 15], "its 21 tokens fill 6 of 4, so it must be 8: page 7 goes to C"),
-    "kv_last_page_len[0]=2": ([], [0], "A's 8 tokens are 1 full page of 4 and 4 in the last, so it must be 4: its rows see 2 keys too few"),
-    "logits_rows[1]=13": ([], [], "B's last row is 12, so it must be 12: the next token would be chosen after C's token 0"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("edit", CASES)
-def test_a_wrong_integer_is_named_and_its_rows_are_wrong(w, edit):
+def test_a_wrong_integer_is_named_and_found(w, edit):
+    """The rows of each are in test_packer_batch.py; the sampled ones are picked by logits_rows."""
     key, value = edit.split("=")
-    flash_attention, flashinfer, said = CASES[edit]
     errors, report, status = broken(w, **{key: int(value)})
+    assert report.startswith(f"{key} is {value}: ") and "\n" not in report and not status.startswith("error")
+    flash_attention = CASES[edit][0]
     assert wrong_rows(errors["flash_attention"]) == flash_attention
-    assert wrong_rows(errors["flashinfer"]) == flashinfer
-    assert report.startswith(f"{key} is {value}: ") and said in report and "\n" not in report
-    assert not status.startswith("error")
     picked = [1] if key == "logits_rows[1]" else [j for j, row in enumerate((0, 12, 15)) if row in flash_attention]
     assert wrong_rows(errors["sampled"]) == picked
 
@@ -125,35 +71,6 @@ def test_every_wrong_integer_is_named(w):
             assert w.check().startswith(f"{key} is {value + 1}: ") and "\n" not in w.check()
         errors = w.run()  # the last of each list
         assert (None in (errors["flash_attention"], errors["flashinfer"])) == w.status.startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    "edit, form, why",
-    [
-        ("seq_lens_k[1]=25", "flash_attention", "seq_lens_k must lie in 1..24"),
-        ("block_tables[0][0]=130", "flash_attention", r"block_tables must lie in 0..129, the pool, got 130"),
-        ("kv_indices[0]=-1", "flashinfer", r"kv_indices must lie in 0..129, the pool, got -1"),
-        ("cu_seqlens_q[3]=17", "flash_attention", r"cu_seqlens_q must rise from 0 to 16"),
-        ("kv_indptr[3]=10", "flashinfer", r"kv_indptr must rise from 0 to 9"),
-        ("kv_indptr[1]=0", "flashinfer", r"kv_indptr must rise from 0 to 9, at least a page a request"),
-        ("kv_last_page_len[2]=5", "flashinfer", r"kv_last_page_len must lie in 1..4"),
-        ("slot_mapping[0]=520", "both", r"slot_mapping must lie in 0..519"),
-        ("positions[0]=-1", "both", r"must not be negative"),
-        ("logits_rows[2]=16", "both", r"logits_rows must lie in 0..15"),
-    ],
-)
-def test_nothing_reads_outside(w, edit, form, why, monkeypatch):
-    """The form is refused before the attention is asked."""
-    calls = []
-    monkeypatch.setattr(packer.TorchAttention, "append_kv", lambda self, *args: calls.append(self))
-    monkeypatch.setattr(packer.TorchAttention, "attend", lambda self, query, *args, **kw: torch.zeros_like(query))
-    key, value = edit.split("=")
-    errors, report, status = broken(w, **{key: int(value)})
-    refused = list(packer.FORMS) if form == "both" else [form]
-    assert [f for f in packer.FORMS if errors[f] is None] == refused
-    assert len(calls) == 2 - len(refused)
-    assert status.startswith("error: ") and why in status
-    assert report.startswith(f"{key} is {value}: ")
 
 
 # --- Python and JavaScript -------------------------------------------------------------------------------------------
@@ -307,7 +224,12 @@ def test_the_button_runs_what_the_browser_sends_and_always_answers(w, monkeypatc
 
 
 def test_lab_packer_stays_a_function():
-    assert callable(lab.packer) and lab.packer is packer.packer
+    assert callable(lab.packer) and lab.packer is packer_widget.packer
     for bad in (0, 65, 16.0):
         with pytest.raises(ValueError, match=r"budget must be a whole number in 1…64"):
             lab.packer(bad)
+
+
+def test_what_computes_needs_no_widget(run_python):
+    code = "import sys, minichunk.lab.packer_batch; print([m for m in ('anywidget', 'ipywidgets', 'plotly') if m in sys.modules])"
+    assert run_python(code).strip() == "[]"

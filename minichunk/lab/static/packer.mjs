@@ -1,5 +1,5 @@
 // The packer: a batch built by hand, its integers in two forms, its mask. kit.mjs and this file are the anywidget's module.
-// Part 1 computes (pure, tested against packer_widget.py), part 2 is the widget. Only Run asks the kernel.
+// Part 1 computes (pure, tested against packer_batch.py), part 2 is the widget. Only Run asks the kernel.
 
 // ---- 1. the batch and its integers -----------------------------------------------------------------------------------
 
@@ -9,7 +9,7 @@ const FORM_LISTS = { flash_attention: ["cu_seqlens_q", "seq_lens_k", "block_tabl
 const endOf = (c) => c.start + c.length;
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
-/** packer_widget.with_blocks: the blocks that a chunk has, as many as it needs, then the next free ones. */
+/** packer_batch.with_blocks: the blocks that a chunk has, as many as it needs, then the next free ones. */
 export function withBlocks(chunks, setup) {
   const kept = chunks.map((c) => (c.blocks ?? []).slice(0, Math.ceil(endOf(c) / setup.block_size)));
   const taken = new Set(kept.flat());
@@ -26,7 +26,7 @@ export function withBlocks(chunks, setup) {
   });
 }
 
-/** packer_widget.integers: all lists of the batch. */
+/** packer_batch.integers: all lists of the batch. */
 export function integers(chunks, B) {
   const out = { positions: [], slot_mapping: [], logits_rows: [], cu_seqlens_q: [0], seq_lens_k: [], block_tables: [], qo_indptr: [0], kv_indptr: [0], kv_indices: [], kv_last_page_len: [] };
   for (const c of chunks) {
@@ -47,7 +47,7 @@ export function integers(chunks, B) {
   return out;
 }
 
-/** packer_widget.edited: the same with the learner's own integers, {"seq_lens_k[1]": 12, "block_tables[0][1]": 3}. */
+/** packer_batch.edited: the same with the learner's own integers, {"seq_lens_k[1]": 12, "block_tables[0][1]": 3}. */
 export function edited(right, edits) {
   const out = JSON.parse(JSON.stringify(right));
   for (const [key, value] of Object.entries(edits)) {
@@ -376,7 +376,7 @@ class PackerApp {
     const kind = !chunks.length ? "empty" : decodes && prompts ? "mixed" : decodes ? "decodes" : "prompts";
     const parts = [decodes && plural(decodes, "decode"), prompts && plural(prompts, "prompt chunk")].filter(Boolean).join(" + ");
     const used = this.setup.budget - this.room();
-    this.head.replaceChildren(h(`span.kind.${kind}`, {}, kind), h("span", {}, parts), h("b.now", {}, `${used} of ${this.setup.budget} tokens`), h("span.badge", {}, `blocks of ${this.B} · live, float32 on the CPU`));
+    this.head.replaceChildren(h(`span.kind.${kind}`, {}, kind), h("span", {}, parts), h("b.now", {}, `${used} of ${this.setup.budget} tokens`), h("span.badge", {}, `blocks of ${this.B} · live, float32 on the ${this.setup.where}`));
     this.left.textContent = this.room() ? `the budget leaves ${plural(this.room(), "token")}` : "the budget is full";
   }
 
