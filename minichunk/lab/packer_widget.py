@@ -5,10 +5,8 @@ What it computes is in packer_batch.py; here are the widget's state, its Run but
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
-import anywidget
 import torch
 import traitlets
 
@@ -34,7 +32,7 @@ MOST_BUDGET = 64  # what a screen holds
 
 
 # --- the widget ------------------------------------------------------------------------------------------------------
-class Packer(anywidget.AnyWidget):
+class Packer(kit.Widget):
     """`state`: {"chunks", "edits", "align", "errors"}; set it from Python or with the mouse, the same. What is left out is as
     at the start (chunks: the running example).
 
@@ -47,9 +45,8 @@ class Packer(anywidget.AnyWidget):
 
     _esm = kit.module("packer")
     _css = kit.style("packer")
+    called = "packer"
     setup = traitlets.Dict().tag(sync=True)
-    state = traitlets.Dict().tag(sync=True)
-    status = traitlets.Unicode().tag(sync=True)
     report = traitlets.Unicode().tag(sync=True)
     asked = traitlets.Int().tag(sync=True)  # how often the Run button was pressed
 
@@ -67,13 +64,6 @@ class Packer(anywidget.AnyWidget):
             "where": "GPU" if device == "auto" and torch.cuda.is_available() else "CPU",
         }  # fmt: skip
         super().__init__(setup=setup, state={})
-
-    @traitlets.validate("state")
-    def _check_state(self, proposal) -> dict:
-        try:
-            return self._checked(dict(proposal["value"]))
-        except ValueError as error:  # a TraitError puts the old state back, also where the browser sent the new one
-            raise traitlets.TraitError(str(error)) from error
 
     def _checked(self, given: dict) -> dict:
         start = {"chunks": example(self.budget), "edits": {}, "align": ALIGNMENTS[0], "errors": None}
@@ -127,19 +117,9 @@ class Packer(anywidget.AnyWidget):
             raise ValueError(f"errors must be None or have {sizes} numbers; let run() find them")
 
     def set_state(self, sync_data):
-        """Called with what the browser sends. An exception there is invisible in a notebook, so it is shown as well.
-
-        Run comes as {"state", "asked"} in one message, so that no older state can overtake it, and is always answered.
-        """
+        """Run comes as {"state", "asked"} in one message, so that no older state can overtake it, and is always answered."""
         try:
             super().set_state(sync_data)
-        except Exception as error:
-            self.status = (
-                f"error: {error}"
-                if isinstance(error, (ValueError, traitlets.TraitError))
-                else f"error: {type(error).__name__}: {error}"
-            )
-            raise
         finally:
             if "asked" in sync_data:
                 self.send({"done": sync_data["asked"]})
@@ -186,15 +166,6 @@ class Packer(anywidget.AnyWidget):
 
     def __str__(self) -> str:
         return text(self.state, self.budget, self.block_size)
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **kwargs):
-        bundle = super()._repr_mimebundle_(**kwargs)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        data["text/plain"] = str(self)
-        data["text/html"] = f'<pre aria-label="the packer as text">{html.escape(str(self))}</pre>'
-        return bundle
 
 
 def text(state: dict, budget: int, block_size: int) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
+from collections.abc import Hashable
 from typing import Any
 
-import anywidget
 import traitlets
 
 from minichunk.lab import colors, gaps, kit
@@ -247,7 +246,11 @@ def positions(runs: tuple[Run, ...], sync: str) -> list[tuple[int, ...]]:
     return out
 
 
-class Scrubber(anywidget.AnyWidget):
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Scrubber(kit.Widget):
     """`state`: {"step", "selection", "sync"}; set it from Python or with the mouse, the same.
 
     step: position of the slider (of one run: its step). selection: None, {"request": id, "position": p} for a token or
@@ -257,9 +260,8 @@ class Scrubber(anywidget.AnyWidget):
 
     _esm = kit.module("scrubber")
     _css = kit.style("scrubber")
+    called = "scrubber"
     data = traitlets.Bytes().tag(sync=True)
-    state = traitlets.Dict().tag(sync=True)
-    status = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, *runs: Run, slo: float | None = None):
         if len(runs) not in (1, 2):
@@ -267,48 +269,45 @@ class Scrubber(anywidget.AnyWidget):
         self.runs = runs
         super().__init__(data=pack(runs, slo), state={})
 
-    @traitlets.validate("state")
-    def _check_state(self, proposal) -> dict:
-        given = dict(proposal["value"])
+    def _checked(self, given: dict) -> dict:
         state = {"step": 0, "selection": None, "sync": "time", **given}
         if unknown := set(state) - {"step", "selection", "sync"}:
             raise ValueError(f"state has step, selection and sync, not {', '.join(sorted(map(str, unknown)))}")
         if state["sync"] not in SYNCS:
             raise ValueError(f"sync must be one of {', '.join(SYNCS)}, got {state['sync']!r}")
         last = len(positions(self.runs, state["sync"])) - 1
-        if not isinstance(state["step"], int) or not 0 <= state["step"] <= last:
+        if not _whole(state["step"]) or not 0 <= state["step"] <= last:
             raise ValueError(f"step must be a whole number in 0…{last}, got {state['step']!r}")
         if state["selection"] is not None:
-            state["selection"] = self._checked_selection(dict(state["selection"]))
+            state["selection"] = self._checked_selection(state["selection"])
         return state
 
     def _checked_selection(self, selection: dict) -> dict:
         """A token needs to be there in one of the runs, a gap in the run that it names."""
-        if set(selection) <= {"gap", "run"} and "gap" in selection:
-            (id, k), n = selection["gap"], selection.get("run", 0)
-            if n not in range(len(self.runs)):
+        keys = set(selection) if isinstance(selection, dict) else None
+        if keys in ({"gap"}, {"gap", "run"}):
+            gap, n = selection["gap"], selection.get("run", 0)
+            if (
+                not isinstance(gap, (list, tuple))
+                or len(gap) != 2
+                or not isinstance(gap[0], Hashable)
+                or not _whole(gap[1])
+            ):
+                raise ValueError(f"gap must be [request, index of the token before it], got {gap!r}")
+            if not _whole(n) or n not in range(len(self.runs)):
                 raise ValueError(f"run must lie in 0…{len(self.runs) - 1}, got {n!r}")
-            gaps.gap_of(self.runs[n], id, k)
-            return {"gap": [id, k], **({"run": n} if n else {})}
-        if set(selection) != {"request", "position"}:
-            raise ValueError(f'selection must be None, {{"request", "position"}} or {{"gap"}}, got {selection}')
+            gaps.gap_of(self.runs[n], *gap)
+            return {"gap": list(gap), **({"run": n} if n else {})}
+        if keys != {"request", "position"}:
+            raise ValueError(f'selection must be None, {{"request", "position"}} or {{"gap"}}, got {selection!r}')
         id, p = selection["request"], selection["position"]
-        counts = [
-            len(r.requests[id].prompt_ids) + len(r.requests[id].output_ids) for r in self.runs if id in r.requests
-        ]
-        if not counts:
+        owners = [r.requests[id] for r in self.runs if isinstance(id, Hashable) and id in r.requests]
+        if not owners:
             raise ValueError(f"no request {id!r} in this run; it has {list(self.runs[0].requests)}")
-        if not isinstance(p, int) or not 0 <= p < max(counts):
-            raise ValueError(f"request {id!r} has {max(counts)} tokens, so positions 0…{max(counts) - 1}; got {p!r}")
-        return selection
-
-    def set_state(self, sync_data):
-        """Called with what the browser sends. An exception there is invisible in a notebook, so it is shown as well."""
-        try:
-            super().set_state(sync_data)
-        except Exception as error:
-            self.status = f"error: {type(error).__name__}: {error}"
-            raise
+        tokens = max(len(r.prompt_ids) + len(r.output_ids) for r in owners)
+        if not _whole(p) or not 0 <= p < tokens:
+            raise ValueError(f"request {id!r} has {tokens} tokens, so positions 0…{tokens - 1}; got {p!r}")
+        return dict(selection)
 
     def run(self) -> dict | list[dict]:
         """The frame that is shown: `frame(run, step)`; of two runs, both."""
@@ -331,15 +330,6 @@ class Scrubber(anywidget.AnyWidget):
     def __str__(self) -> str:
         at = positions(self.runs, self.state["sync"])[self.state["step"]]
         return "\n\n".join(text(run, i, self._selection_in(n)) for n, (run, i) in enumerate(zip(self.runs, at)))
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **kwargs):
-        bundle = super()._repr_mimebundle_(**kwargs)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        data["text/plain"] = str(self)
-        data["text/html"] = f'<pre aria-label="the scrubber as text">{html.escape(str(self))}</pre>'
-        return bundle
 
 
 def scrub(*runs: Run, slo: float | None = None) -> Scrubber:

@@ -3,6 +3,9 @@
 import time
 from pathlib import Path
 
+import nbformat
+from selenium.webdriver import ActionChains
+
 SCREENSHOTS = Path(__file__).resolve().parent.parent.parent / "screenshots"  # git-ignored: to be looked at
 
 
@@ -22,6 +25,11 @@ def picture(driver, name):
     """A screenshot for people to look at."""
     SCREENSHOTS.mkdir(exist_ok=True)
     driver.save_screenshot(str(SCREENSHOTS / f"{name}.png"))
+
+
+def press(lab, *keys):
+    """Keys, to whatever has the focus."""
+    ActionChains(lab.driver).send_keys(*keys).perform()
 
 
 def errors(driver):
@@ -56,6 +64,23 @@ class Lab:
             ),
             120,
         )  # fmt: skip
+
+    def run_cells(self, name, *sources):
+        """Writes a notebook of these code cells into the folder, opens it and runs it without an error."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+        nbformat.write(notebook, self.folder / name)
+        self.open(name)
+        assert self.run_all(240) == []
+
+    def in_themes(self, element, name):
+        """A screenshot of what `element` (a function) gives, drawn by a widget of ours, in light and in dark."""
+        for theme in ("Light", "Dark"):
+            self.theme(theme)
+            dark = "return arguments[0].mcApp.paint?.dark"
+            until(theme, lambda: self.driver.execute_script(dark, element()) is (theme == "Dark"))
+            picture(self.driver, f"{name}-{theme.lower()}")
+        self.theme("Light")
 
     def command(self, name, **arguments):
         self.js("app.commands.execute(args[0], args[1]);", name, arguments)

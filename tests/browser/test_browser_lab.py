@@ -3,9 +3,8 @@
 import json
 import time
 
-import nbformat
 import pytest
-from browsing import picture, until
+from browsing import picture, press, until
 from selenium.webdriver import ActionChains, Keys
 from toyrun import toy_run
 
@@ -16,15 +15,8 @@ pytestmark = pytest.mark.timeout(900)
 def scrubber(lab):
     """A notebook with one named scrubber over a toy run, run; → (lab, index of its cell)."""
     toy_run().save(lab.folder / "toy.json.gz")
-    cells = [
-        "from minichunk import lab\nfrom minichunk.record import Run\nrun = Run.load('toy.json.gz')",
-        "w = lab.scrub(run)\nw",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, lab.folder / "scrubber.ipynb")
-    lab.open("scrubber.ipynb")
-    assert lab.run_all(120) == []
+    load = "from minichunk import lab\nfrom minichunk.record import Run\nrun = Run.load('toy.json.gz')"
+    lab.run_cells("scrubber.ipynb", load, "w = lab.scrub(run)\nw")
     until("the scrubber is drawn", lambda: lab.element(1, ".mc-scrubber[data-step]"))
     return lab, 1
 
@@ -35,10 +27,6 @@ def root(lab, cell):
 
 def step(lab, cell):
     return int(root(lab, cell).get_attribute("data-step"))
-
-
-def press(lab, *keys):
-    ActionChains(lab.driver).send_keys(*keys).perform()
 
 
 def focus(lab, cell):
@@ -119,17 +107,7 @@ def test_a_click_on_a_token_lights_it_in_every_pane(scrubber):
         "return [p.block, p.moment, v.table.querySelector('.mc-on').textContent]", root(lab, cell),
     )  # fmt: skip
     assert lit[:2] == [table[10], 4] and lit[2].startswith("E4124…247248")
-    for theme in ("Light", "Dark"):
-        lab.theme(theme)
-        lab.show(cell)
-        until(
-            theme,
-            lambda: (
-                lab.driver.execute_script("return arguments[0].mcApp.paint?.dark", root(lab, cell)) is (theme == "Dark")
-            ),
-        )
-        picture(lab.driver, f"lab-scrubber-{theme.lower()}")
-    lab.theme("Light")
+    lab.in_themes(lambda: root(lab, cell), "lab-scrubber")
     time.sleep(0.5)
     _, said = lab.execute("print(w.state['selection'])")
     assert said.strip() == "{'request': 4, 'position': 170}"

@@ -3,10 +3,9 @@
 import json
 import time
 
-import nbformat
 import pytest
-from browsing import picture, until
-from selenium.webdriver import ActionChains, Keys
+from browsing import press, until
+from selenium.webdriver import Keys
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -14,12 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def packer(lab):
     """A notebook with one named packer, run; → (lab, index of its cell)."""
-    cells = ["from minichunk import lab", "w = lab.packer()\nw"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, lab.folder / "packer.ipynb")
-    lab.open("packer.ipynb")
-    assert lab.run_all(120) == []
+    lab.run_cells("packer.ipynb", "from minichunk import lab", "w = lab.packer()\nw")
     until("the packer is drawn", lambda: lab.element(1, ".mc-packer[data-state]"))
     return lab, 1
 
@@ -30,10 +24,6 @@ def root(lab, cell):
 
 def state(lab, cell):
     return json.loads(root(lab, cell).get_attribute("data-state"))
-
-
-def press(lab, *keys):
-    ActionChains(lab.driver).send_keys(*keys).perform()
 
 
 def field(lab, cell, key):
@@ -90,17 +80,7 @@ def test_the_running_example_by_keyboard_one_integer_broken_and_the_check(packer
     assert bad == list(range(1, 13))
     lost = lab.driver.execute_script("return JSON.parse(arguments[0].mcApp.canvas.dataset.counts)", root(lab, cell))
     assert lost == {"pairs": 200 - 12 * 9, "missing": 12 * 9, "extra": 0}
-    for theme in ("Light", "Dark"):
-        lab.theme(theme)
-        lab.show(cell)
-        until(
-            theme,
-            lambda: (
-                lab.driver.execute_script("return arguments[0].mcApp.paint?.dark", root(lab, cell)) is (theme == "Dark")
-            ),
-        )
-        picture(lab.driver, f"lab-packer-{theme.lower()}")
-    lab.theme("Light")
+    lab.in_themes(lambda: root(lab, cell), "lab-packer")
     _, printed = lab.execute("print(w.state['edits'], w.right['seq_lens_k'], w.check()[:19])")
     assert printed.strip() == "{'seq_lens_k[1]': 12} [8, 21, 3] seq_lens_k[1] is 12"
 
@@ -123,6 +103,8 @@ def test_escape_puts_the_right_integer_back_and_a_refused_form_is_said(packer):
 
 def test_python_moves_the_widget_and_runs_it(packer):
     lab, cell = packer
+    sending = "return arguments[0].mcApp.sending"  # what the test before typed would overtake Python's state
+    until("all is told", lambda: not lab.driver.execute_script(sending, root(lab, cell)))
     lab.show(cell)
     lab.execute("w.state = {'edits': {'cu_seqlens_q[1]': 5}, 'align': 'top-left'}\n_ = w.run()")
     until("the edit", lambda: field(lab, cell, "cu_seqlens_q[1]") == 5)

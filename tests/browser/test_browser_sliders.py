@@ -1,9 +1,8 @@
 """The chunk splitter and the free-lunch meter in JupyterLab: the slider by keyboard, the figure changed in place."""
 
-import nbformat
 import pytest
-from browsing import picture, until
-from selenium.webdriver import ActionChains, Keys
+from browsing import picture, press, until
+from selenium.webdriver import Keys
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -16,11 +15,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def sliders(lab):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, lab.folder / "sliders.ipynb")
-    lab.open("sliders.ipynb")
-    assert lab.run_all(240) == []
+    lab.run_cells("sliders.ipynb", *CELLS)
     return lab
 
 
@@ -41,7 +36,7 @@ def test_an_arrow_key_moves_the_slider_and_redraws_the_figure(sliders, cell, bef
     until("the status line", lambda: before in text(lab, cell))
     handle = lab.element(cell, ".noUi-handle")
     lab.driver.execute_script("arguments[0].scrollIntoView({ block: 'center' }); arguments[0].focus()", handle)
-    ActionChains(lab.driver).send_keys(Keys.ARROW_RIGHT).perform()
+    press(lab, Keys.ARROW_RIGHT)
     until("the status line follows", lambda: after in text(lab, cell))
     drawn = "return arguments[0].querySelector('.js-plotly-plot')"
     node = lab.driver.execute_script(

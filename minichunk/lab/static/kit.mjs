@@ -1,5 +1,5 @@
-// What the widgets share: elements, the requests' colours and hatches, canvases. Python puts this file in front of
-// scrubber.mjs and packer.mjs (kit.py), so that each widget is one module without an import.
+// What the widgets share: elements, the requests' colours and hatches, canvases, the frame that a widget lives in. Python
+// puts this file in front of scrubber.mjs and packer.mjs (kit.py), so that each widget is one module without an import.
 
 /** h("div.name", {attribute: value}, child, …) */
 function h(spec, attributes = {}, ...children) {
@@ -120,4 +120,103 @@ function triangle(c, x, y, size, paint) {
   c.fillStyle = paint.ink;
   c.fill();
   if (size > 5) { c.strokeStyle = paint.paper; c.lineWidth = 1; c.stroke(); }
+}
+
+/** A widget's frame: status line, buttons, drawing once a frame and when size or theme change, its state's way to Python.
+    store: {get() → state, set(state), listen(callback), status(callback)?} · look: {themes, hatches}
+    A child has key(event), hear(state from Python), render() with `paint` ready, and may have places() and measure(). */
+class Widget {
+  constructor(root, store, look, name, label, keys) {
+    Object.assign(this, { root, store, look, keys });
+    root.classList.add("mc-widget", `mc-${name}`);
+    for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": label, "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
+    this.line = h("div.status", { role: "status", "aria-live": "polite" }, keys);
+  }
+
+  /** Once the child's elements are in the root. */
+  live() {
+    const { root, store } = this, redraw = () => { this.paint = null; this.draw(); };
+    root.addEventListener("keydown", this.guard((e) => {
+      if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("select")) return;
+      const does = this.key(e);
+      e.stopPropagation();
+      if (does) { e.preventDefault(); does(); }
+    }));
+    store.listen(this.guard((state) => this.hear(state)));
+    store.status?.((text) => text && this.say(text, text.startsWith("error")));
+    const size = new ResizeObserver(redraw), media = matchMedia("(prefers-color-scheme: dark)");
+    const themes = new MutationObserver(() => { // the mark changes before the new style sheet is in force
+      redraw();
+      clearTimeout(this.late);
+      this.late = setTimeout(redraw, 400);
+    });
+    size.observe(root);
+    themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
+    media.addEventListener("change", redraw);
+    this.unwatch = () => { size.disconnect(); themes.disconnect(); media.removeEventListener("change", redraw); };
+    this.draw();
+  }
+
+  close() {
+    for (const timer of [this.sending, this.hidden, this.late, this.timer]) clearTimeout(timer);
+    this.unwatch();
+    this.closed = true;
+  }
+
+  button(label, text, does, name, kind = "") {
+    return h(`button.button${kind}`, { type: "button", "aria-label": label, title: label, "data-do": name, onclick: this.guard(does) }, text);
+  }
+
+  /** An error in a handler is shown, not lost. */
+  guard(does) {
+    return (...args) => {
+      try { return does(...args); } catch (error) { this.say(`error: ${error.message}`, true); throw error; }
+    };
+  }
+
+  say(text, bad = false) {
+    this.line.textContent = text;
+    this.line.classList.toggle("mc-alarm", bad);
+  }
+
+  /** A new state, from here: drawn at once, told to the kernel a little later, the last one only. */
+  set(change) {
+    this.state = { ...this.state, ...change };
+    this.places?.();
+    this.draw();
+    this.sending ||= setTimeout(() => { this.sending = 0; this.store.set(this.state); }, 150);
+  }
+
+  draw() {
+    this.frame ||= requestAnimationFrame(this.guard(() => {
+      this.frame = 0;
+      if (this.closed) return;
+      clearTimeout(this.hidden);
+      if (!this.root.clientWidth) { // no observer tells of a moment in the dark, as while JupyterLab changes its theme
+        this.hidden = setTimeout(() => this.draw(), 400);
+        return;
+      }
+      if (!this.paint) {
+        this.paint = new Paint(this.root, this.look.themes, this.look.hatches);
+        this.measure?.();
+      }
+      this.render();
+    }));
+  }
+}
+
+/** An anywidget's element and store: → {root, store, hear(event, callback), gone()} */
+function connect({ model, el }) {
+  const root = document.createElement("div"), off = [];
+  el.append(root);
+  const hear = (event, does) => { model.on(event, does); off.push(() => model.off(event, does)); };
+  return {
+    root, hear, gone: () => off.forEach((does) => does()),
+    store: {
+      get: () => model.get("state"),
+      set: (state) => { model.set("state", state); model.save_changes(); },
+      listen: (does) => hear("change:state", () => does(model.get("state"))),
+      status: (does) => hear("change:status", () => does(model.get("status"))),
+    },
+  };
 }

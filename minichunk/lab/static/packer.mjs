@@ -95,18 +95,16 @@ const KEYS = "d decode · c chunk · ↑ ↓ change a number · ← → the next
 const size = (error) => (error === null ? "NaN" : error < 0.01 ? error.toExponential(0) : error.toPrecision(2));
 const normal = (s) => JSON.stringify([s.chunks, s.edits, s.align, s.errors]);
 
-/** store: {get() → state, set(state), listen(callback), report() → text, status(callback)?, run(state) → number?, done(callback)?} */
-class PackerApp {
+/** store: kit's, and {report() → text, run(state) → number?, done(callback)?} */
+class PackerApp extends Widget {
   constructor(root, setup, store) {
-    Object.assign(this, { root, setup, store, B: setup.block_size, row: -1, shown: "all", form: "flash_attention", stops: {}, busy: 0 });
+    super(root, store, setup, "packer", "Packer: build a mixed batch and read its integers", KEYS);
+    Object.assign(this, { setup, B: setup.block_size, row: -1, shown: "all", form: "flash_attention", stops: {}, busy: 0 });
     this.state = { ...this.start(), ...store.get() };
-    root.classList.add("mc-widget", "mc-packer");
-    for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": "Packer: build a mixed batch and read its integers", "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
     const pane = (title, side, ...body) => h("section.pane", { "aria-label": title }, h("h4.title", {}, title, side), ...body);
     const part = (name, attributes) => (this[name] = h(`div.${name}`, attributes));
     this.left = h("span.side");
     this.canvas = h("canvas", { role: "img", tabindex: "0", "aria-label": "mask: packed rows by keys; arrow keys choose a row" });
-    this.line = h("div.status", { role: "status", "aria-live": "polite" }, KEYS);
     this.copied = h("pre.code", { hidden: "", tabindex: "0", "aria-label": "this batch as Python" });
     root.replaceChildren(this.bar(), part("head"), this.line,
       h("div.panes", {},
@@ -115,45 +113,17 @@ class PackerApp {
       pane("Packed rows", h("span.side", {}, "an integer is a field: type, or ↑ ↓"), part("strip"), part("sampled")),
       pane("Mask: who sees what", part("tools"), h("div.scroll", {}, this.canvas), part("caption", { role: "status" }), part("legend")),
       this.copied);
-    root.addEventListener("keydown", this.guard((e) => this.key(e)));
     root.addEventListener("focusin", (e) => { if (e.target.matches("input.mc-int")) e.target.select(); });
     root.addEventListener("focusout", this.guard((e) => { if (!this.drawing && e.target.matches("input.mc-int")) this.take(e.target); }));
     this.strip.addEventListener("pointerover", (e) => this.point(Number(e.target.closest("[data-row]")?.dataset.row ?? -1)));
     this.strip.addEventListener("pointerleave", () => this.point(-1));
     this.canvas.addEventListener("pointermove", this.guard((e) => this.point(this.rowAt(e.offsetY))));
     this.canvas.addEventListener("pointerleave", () => this.point(-1));
-    store.listen(this.guard((state) => this.hear(state)));
-    store.status?.((text) => text && this.say(text, text.startsWith("error")));
     store.done?.(this.guard((n) => this.done(n)));
-    const redraw = () => { this.paint = null; this.draw(); };
-    this.watch = new ResizeObserver(redraw);
-    this.watch.observe(root);
-    this.themes = new MutationObserver(() => { // the mark changes before the new style sheet is in force
-      redraw();
-      clearTimeout(this.late);
-      this.late = setTimeout(redraw, 400);
-    });
-    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", redraw);
-    this.unmedia = () => this.media.removeEventListener("change", redraw);
-    this.draw();
-  }
-
-  close() {
-    clearTimeout(this.sending);
-    clearTimeout(this.patience);
-    clearTimeout(this.hidden);
-    clearTimeout(this.late);
-    this.watch.disconnect();
-    this.themes.disconnect();
-    this.unmedia();
-    this.closed = true;
+    this.live();
   }
 
   start() { return { chunks: this.setup.example, edits: {}, align: "bottom-right", errors: null }; }
-
-  button = (label, text, does, name, kind = "") => h(`button.button${kind}`, { type: "button", "aria-label": label, title: label, "data-do": name, onclick: this.guard(does) }, text);
 
   bar() {
     this.runner = this.button("run the real attention on these integers (r)", "Run", () => this.run(), "run", ".run");
@@ -164,26 +134,7 @@ class PackerApp {
       this.button("Reset: the running example", "Reset", () => this.reset(), "reset"), this.button("copy this batch as Python", "Copy as code", () => this.copyCode(), "copy"));
   }
 
-  /** An error in a handler is shown, not lost. */
-  guard(does) {
-    return (...args) => {
-      try { return does(...args); } catch (error) { this.say(`error: ${error.message}`, true); throw error; }
-    };
-  }
-
-  say(text, bad = false) {
-    this.line.textContent = text;
-    this.line.classList.toggle("mc-alarm", bad);
-  }
-
   // -- state
-
-  /** A new state, from here: drawn at once, told to the kernel a little later, the last one only. */
-  set(change) {
-    this.state = { ...this.state, ...change };
-    this.draw();
-    this.sending ||= setTimeout(() => { this.sending = 0; this.store.set(this.state); }, 150);
-  }
 
   /** A new state, from Python. */
   hear(state) {
@@ -273,13 +224,13 @@ class PackerApp {
     this.sending = 0;
     this.say("running the attention …");
     this.busy = this.store.run(this.state);
-    this.patience = setTimeout(() => this.say("no answer yet: the kernel is busy with a cell, or gone. All but Run goes on."), 8000);
+    this.timer = setTimeout(() => this.say("no answer yet: the kernel is busy with a cell, or gone. All but Run goes on."), 8000);
     this.draw();
   }
 
   done(n) {
     if (n !== this.busy) return;
-    clearTimeout(this.patience);
+    clearTimeout(this.timer);
     this.busy = 0;
     const text = this.store.said?.() ?? "";
     this.say(text, text.startsWith("error"));
@@ -289,7 +240,6 @@ class PackerApp {
   // -- keys
 
   key(e) {
-    if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("select")) return;
     const field = e.target.matches("input.mc-int") ? e.target : null, canvas = e.target === this.canvas;
     const letter = { d: () => this.add(true), c: () => this.add(false), r: () => this.run(), x: () => { const id = e.target.closest("[data-request]")?.dataset.request; if (id) this.remove(id); } }[e.key];
     let does = letter && (() => { if (field) this.take(field); letter(); });
@@ -304,8 +254,7 @@ class PackerApp {
       const go = (to) => () => this.point(clamp(to, 0, this.right.positions.length - 1));
       does ??= { ArrowUp: go(this.row - 1), ArrowLeft: go(this.row - 1), ArrowDown: go(this.row + 1), ArrowRight: go(this.row + 1), Home: go(0), End: go(9999), Escape: () => this.point(-1) }[e.key];
     }
-    e.stopPropagation();
-    if (does) { e.preventDefault(); does(); }
+    return does;
   }
 
   // -- copy
@@ -319,15 +268,7 @@ class PackerApp {
 
   // -- drawing
 
-  draw() { this.frame ||= requestAnimationFrame(this.guard(() => { this.frame = 0; if (!this.closed) this.render(); })); }
-
   render() {
-    clearTimeout(this.hidden);
-    if (!this.root.clientWidth) { // no observer tells of a moment in the dark, as while JupyterLab changes its theme
-      this.hidden = setTimeout(() => this.draw(), 400);
-      return;
-    }
-    this.paint ??= new Paint(this.root, this.setup.themes, this.setup.hatches);
     const { chunks, edits, errors } = this.state, active = document.activeElement, inside = this.root.contains(active);
     this.right = integers(chunks, this.B);
     this.ints = edited(this.right, edits);
@@ -605,16 +546,11 @@ export function mountPage(root, setup, state = {}, report = "") {
 /** The anywidget. */
 export default {
   render({ model, el }) {
-    const root = document.createElement("div"), gone = [];
-    el.append(root);
-    const hear = (event, does) => { model.on(event, does); gone.push(() => model.off(event, does)); };
+    const { root, store, hear, gone } = connect({ model, el });
     const app = mount(root, model.get("setup"), {
-      get: () => model.get("state"),
-      set: (state) => { model.set("state", state); model.save_changes(); },
-      listen: (does) => hear("change:state", () => does(model.get("state"))),
+      ...store,
       report: () => model.get("report"),
       said: () => model.get("status"),
-      status: (does) => hear("change:status", () => does(model.get("status"))),
       run: (state) => { // in one message, or an older state that still waits would come after the answer and wipe it out
         model.set({ state, asked: model.get("asked") + 1 });
         model.save_changes();
@@ -622,6 +558,6 @@ export default {
       },
       done: (does) => hear("msg:custom", (message) => message.done && does(message.done)),
     });
-    return () => { gone.forEach((off) => off()); app.close(); };
+    return () => { gone(); app.close(); };
   },
 };

@@ -689,52 +689,25 @@ class RunView {
 }
 
 const SPEEDS = [["2 steps/s", 500], ["8 steps/s", 125], ["20 steps/s", 50], ["real time", 1], ["10 × slower", 10]];
+const START = { step: 0, selection: null, sync: "time" };
 const KEYS = "← → step · Home End · space play · n p long gaps · Shift ← → token · Esc clear";
 
-/** store: {get() → state, set(state), listen(callback), status(callback)?} */
-class App {
+class App extends Widget {
   constructor(root, body, store) {
-    Object.assign(this, { root, store, body, zoom: 16, timer: 0 });
+    super(root, store, body, "scrubber", "Scrubber: a run of the engine, step by step", KEYS);
+    Object.assign(this, { body, zoom: 16 });
     this.players = body.runs.map((run) => new Player(run));
-    this.state = { step: 0, selection: null, sync: "time", ...store.get() };
+    this.state = { ...START, ...store.get() };
     this.places();
     this.views = this.players.map((p) => new RunView(p, this));
-    root.classList.add("mc-widget", "mc-scrubber");
-    for (const [key, value] of Object.entries({ tabindex: "0", role: "group", "aria-label": "Scrubber: a run of the engine, step by step", "data-lm-suppress-shortcuts": "true" })) root.setAttribute(key, value);
-    root.replaceChildren(this.bar(), h(`div.runs${this.players.length > 1 ? ".two" : ""}`, {}, ...this.views.map((v) => v.el)), (this.line = h("div.status", { role: "status", "aria-live": "polite" }, KEYS)));
-    root.addEventListener("keydown", this.guard((e) => this.key(e)));
-    store.listen(this.guard((state) => this.take(state)));
-    store.status?.((text) => text && this.say(text, text.startsWith("error")));
-    const redraw = () => { this.paint = null; this.draw(); };
-    this.watch = new ResizeObserver(redraw);
-    this.watch.observe(root);
-    this.themes = new MutationObserver(() => { // the mark changes before the new style sheet is in force
-      redraw();
-      clearTimeout(this.late);
-      this.late = setTimeout(redraw, 400);
-    });
-    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", redraw);
-    this.unmedia = () => this.media.removeEventListener("change", redraw);
-    this.draw();
-  }
-
-  close() {
-    clearTimeout(this.timer);
-    clearTimeout(this.sending);
-    clearTimeout(this.hidden);
-    clearTimeout(this.late);
-    this.watch.disconnect();
-    this.themes.disconnect();
-    this.unmedia();
-    this.closed = true;
+    root.replaceChildren(this.bar(), h(`div.runs${this.players.length > 1 ? ".two" : ""}`, {}, ...this.views.map((v) => v.el)), this.line);
+    this.live();
   }
 
   places() { this.at = positions(this.players, this.state.sync); this.state.step = clamp(this.state.step, 0, this.at.length - 1); }
 
   bar() {
-    const { button } = this;
+    const button = (...how) => this.button(...how);
     const select = (label, options, does) => h("select.select", { "aria-label": label, title: label, onchange: this.guard((e) => does(e.target.value)) }, ...options.map(([text, value]) => h("option", { value }, text)));
     this.slider = h("input.slider", { type: "range", min: 0, max: this.at.length - 1, value: 0, "aria-label": "step", oninput: this.guard(() => this.go(Number(this.slider.value))) });
     this.playing = button("play", "Play", () => this.play(), "play");
@@ -747,32 +720,10 @@ class App {
       button("Reset: first step, nothing selected", "Reset", () => this.reset(), "reset"), button("copy this state as Python", "Copy as code", () => this.copyCode(), "copy"));
   }
 
-  button = (label, text, does, name) => h("button.button", { type: "button", "aria-label": label, title: label, "data-do": name, onclick: this.guard(does) }, text);
-
-  /** An error in a handler is shown, not lost. */
-  guard(does) {
-    return (...args) => {
-      try { return does(...args); } catch (error) { this.say(`error: ${error.message}`, true); throw error; }
-    };
-  }
-
-  say(text, bad = false) {
-    this.line.textContent = text;
-    this.line.classList.toggle("mc-alarm", bad);
-  }
-
-  /** A new state, from here: drawn at once, told to the kernel a little later, the last one only. */
-  set(change) {
-    this.state = { ...this.state, ...change };
-    this.places();
-    this.draw();
-    this.sending ||= setTimeout(() => { this.sending = 0; this.store.set(this.state); }, 150);
-  }
-
   /** A new state, from Python. */
-  take(state) {
+  hear(state) {
     if (this.sending || JSON.stringify(state) === JSON.stringify(this.state)) return;
-    this.state = { step: 0, selection: null, sync: "time", ...state };
+    this.state = { ...START, ...state };
     this.places();
     this.draw();
   }
@@ -792,7 +743,7 @@ class App {
   clear() { if (this.state.selection) this.set({ selection: null }); }
   setSync(sync) { this.state.sync = sync; this.set({}); }
   setZoom(by) { this.zoom = clamp(this.zoom * by, 4, 512); this.draw(); }
-  reset() { this.stop(); this.zoom = 16; this.set({ step: 0, selection: null, sync: "time" }); this.say(KEYS); }
+  reset() { this.stop(); this.zoom = 16; this.set(START); this.say(KEYS); }
 
   /** Selects a long gap and goes to the step of its culprit. */
   pickGap(view, [r, k]) {
@@ -851,17 +802,14 @@ class App {
   }
 
   key(e) {
-    if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("select")) return;
     const on = e.target.matches("button") && (e.key === " " || e.key === "Enter");
-    const does = on ? null : {
+    return on ? null : {
       ArrowLeft: () => (e.shiftKey ? this.nextToken(-1) : this.go(this.state.step - 1)),
       ArrowRight: () => (e.shiftKey ? this.nextToken(1) : this.go(this.state.step + 1)),
       PageUp: () => this.go(this.state.step - 10), PageDown: () => this.go(this.state.step + 10),
       Home: () => this.go(0), End: () => this.go(this.at.length - 1), " ": () => this.play(),
       n: () => this.nextGap(1), p: () => this.nextGap(-1), Escape: () => this.clear(),
     }[e.key];
-    e.stopPropagation();
-    if (does) { e.preventDefault(); does(); }
   }
 
   code() {
@@ -889,18 +837,10 @@ class App {
     });
   }
 
-  draw() { this.frame ||= requestAnimationFrame(this.guard(() => { this.frame = 0; if (!this.closed) this.render(); })); }
+  /** After a change of size or theme. */
+  measure() { this.views.forEach((view) => view.measure()); }
 
   render() {
-    clearTimeout(this.hidden);
-    if (!this.root.clientWidth) { // no observer tells of a moment in the dark, as while JupyterLab changes its theme
-      this.hidden = setTimeout(() => this.draw(), 400);
-      return;
-    }
-    if (!this.paint) {
-      this.paint = new Paint(this.root, this.body.themes, this.body.hatches);
-      this.views.forEach((view) => view.measure());
-    }
     const { step, selection, sync } = this.state, steps = this.at[step];
     this.slider.max = this.at.length - 1;
     this.slider.value = step;
@@ -933,15 +873,8 @@ export function mountPage(root, data) {
 /** The anywidget. */
 export default {
   async render({ model, el }) {
-    const root = document.createElement("div"), data = model.get("data");
-    el.append(root);
-    const hear = (event, does) => { model.on(event, does); gone.push(() => model.off(event, does)); }, gone = [];
-    const app = await mount(root, data instanceof DataView ? new Uint8Array(data.buffer, data.byteOffset, data.byteLength) : data, {
-      get: () => model.get("state"),
-      set: (state) => { model.set("state", state); model.save_changes(); },
-      listen: (does) => hear("change:state", () => does(model.get("state"))),
-      status: (does) => hear("change:status", () => does(model.get("status"))),
-    });
-    return () => { gone.forEach((off) => off()); app.close(); };
+    const { root, store, gone } = connect({ model, el }), data = model.get("data");
+    const app = await mount(root, data instanceof DataView ? new Uint8Array(data.buffer, data.byteOffset, data.byteLength) : data, store);
+    return () => { gone(); app.close(); };
   },
 };
