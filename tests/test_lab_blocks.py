@@ -127,6 +127,30 @@ def test_freed_whole_blocks_stay_cached_until_they_are_needed():
     assert [(s.cached, s.empty) for s in run.steps] == [(0, 3), (2, 4), (1, 0)]
 
 
+def test_a_freed_request_is_called_freed_and_its_blocks_are_gone_in_that_step():
+    """StepRecord.aborted: finished without a chunk. The picture of the step is the one after it left."""
+    shown = lab.explore_blocks(
+        [("grow", "A", 9), ("free", "A"), ("grow", "B", 2), ("free", "B")], num_blocks=6, block_size=4
+    )
+    run = shown.runs[0]
+    for i, (step, gone) in enumerate(zip(run.steps, [[], ["A"], [], ["B"]])):
+        f = frame(run, i)
+        assert (
+            f["aborted"] == step.aborted == [r for r in step.finished if r not in [c[0] for c in step.chunks]] == gone
+        )
+        assert not {*f["tables"], *f["filled"], *(r for r, *_ in f["running"])} & {*gone}
+        shown.state = {"step": i}
+        assert ("freed" in str(shown)) == bool(gone) and "aborted" not in str(shown) and "finished" not in str(shown)
+    f = frame(run, 1)
+    assert (
+        f["kind"] == "empty"
+        and f["pool"] == ["cached", "cached"] + ["empty"] * 4
+        and (f["used"], f["wasted"]) == (0, 0)
+    )
+    shown.state = {"step": 1}
+    assert "step 1 of 0…3 · empty · no chunks" in str(shown) and "freed A" in str(shown)
+
+
 def test_explorer_is_the_scrubber():
     shown = lab.explore_blocks(OPERATIONS, num_blocks=10, block_size=4)
     shown.state = {"step": 2, "selection": {"request": "B", "position": 12}}

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 
 import pytest
+import traitlets
 from toyrun import toy_run
 
 from minichunk.lab import kit, scrubber
@@ -233,7 +234,7 @@ def test_the_page_reaches_for_nothing(runs, tmp_path):
     addresses = set(re.findall(r"""(?:https?:)?//[\w.-]+\.\w+[^\s"'`)]*""", page))
     assert not addresses, addresses
     assert not re.search(r"""<(?:script|link|img)[^>]+(?:src|href)=""", page)
-    assert "step 0 of 23" in page and "step 0 of 20" in page  # the text twin stands there without JavaScript
+    assert "step 0 of 0…22" in page and "step 0 of 0…19" in page  # the text twin stands there without JavaScript
     data = re.search(r'id="data">([^<]+)<', page)[1]
     body = json.loads(gzip.decompress(base64.b64decode(data)))
     assert [len(r["steps"]) for r in body["runs"]] == [23, 20]
@@ -243,7 +244,7 @@ def test_the_page_reaches_for_nothing(runs, tmp_path):
 # --- text twin and state ---------------------------------------------------------------------------------------------
 def test_text_twin_says_what_the_panes_show(runs):
     said = scrubber.text(runs["plain"], 4, {"request": 4, "position": 130})
-    assert "step 4 of 23 · mixed · 1 prompt chunk + 4 decodes · 128 of 128 tokens · 97 ms · SIMULATED toy" in said
+    assert "step 4 of 0…22 · mixed · 1 prompt chunk + 4 decodes · 128 of 128 tokens · 97 ms · SIMULATED toy" in said
     assert "running  A, B, C, D, E 124/300" in said
     assert "A B C D E[124…247]" in said and "cu_seqlens_q 0 1 2 3 4 128" in said
     f = scrubber.frame(runs["plain"], 4)
@@ -259,24 +260,61 @@ def test_state_is_plain_and_checked(runs):
     assert str(w) == scrubber.text(runs["plain"], 4)
     w.state = {"step": 4, "selection": {"request": 4, "position": 130}}
     assert "E's token 130" in str(w)
-    for bad, why in [
-        ({"step": 23}, r"0…22, got 23"), ({"step": -1}, "got -1"), ({"steps": 3}, "not steps"),
-        ({"selection": {"request": 99, "position": 0}}, "no request 99"),
-        ({"selection": {"request": 0, "position": 25}}, r"25 tokens, so positions 0…24; got 25"),
-        ({"selection": {"gap": [0, 15]}}, r"gaps 0…14; got 15"), ({"sync": "clock"}, "time, step, got 'clock'"),
-    ]:  # fmt: skip
-        with pytest.raises(Exception, match=why):
+    for bad, why in BAD:
+        with pytest.raises(traitlets.TraitError, match=why):
             w.state = bad
     assert w.state["step"] == 4  # a refused state leaves the old one
     w.reset()
     assert w.state["step"] == 0
 
 
+BAD = [  # what a browser may send: JSON of any shape
+    ({"step": 23}, r"step must be a whole number in 0…22, got 23"), ({"step": -1}, "got -1"), ({"step": True}, "got True"), ({"step": "4"}, "got '4'"),
+    ({"steps": 3}, "state has step, selection and sync, not steps"), ({"sync": "clock"}, "sync must be one of time, step, got 'clock'"), ({"sync": []}, "time, step, got"),
+    ({"selection": {"request": 99, "position": 0}}, r"no request 99 in this run; it has \[0, 1"), ({"selection": {"request": [0], "position": 0}}, r"no request \[0\]"),
+    ({"selection": {"request": 0, "position": 25}}, r"request 0 has 25 tokens, so positions 0…24; got 25"), ({"selection": {"request": 0, "position": None}}, "got None"),
+    ({"selection": {"gap": [0, 15]}}, r"gaps 0…14; got 15"), ({"selection": {"gap": [99, 0]}}, "no request 99"), ({"selection": {"gap": 5}}, "gap must be .request, index of the token before it., got 5"),
+    ({"selection": {"gap": [[0], 0]}}, "gap must be"), ({"selection": {"gap": [0, 0], "run": 1}}, r"run must lie in 0…0, got 1"), ({"selection": {"gap": [0, 0], "run": {}}}, "run must lie"),
+    ({"selection": "A"}, "selection must be None"), ({"selection": [["gap", 1]]}, "selection must be None"), ({"selection": {}}, "selection must be None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad, why", BAD)
+def test_a_bad_state_from_the_browser_is_a_clear_error_and_the_old_one_is_back(runs, bad, why):
+    w = scrubber.scrub(runs["plain"])
+    w.set_state({"state": {"step": 4}})
+    for _ in range(2):  # a second time it is said again
+        said = []
+        w.observe(lambda change: said.append(change.new), "status")
+        with pytest.raises(traitlets.TraitError, match=why):
+            w.set_state({"state": bad})
+        assert re.search(why, w.status) and w.status.startswith("error: ") and said[-1] == w.status
+        assert w.state == {"step": 4, "selection": None, "sync": "time"} and w.run()["step"] == 4
+    w.set_state({"state": {"step": 5}})
+    assert w.state["step"] == 5 and w.status == ""
+
+
+def test_two_runs_share_what_a_long_gap_is(runs):
+    """Three times the median of all gaps of both, so that the same wait is long in both or in neither."""
+    pair = runs["plain"], toy_run(base=0.08)
+    alone = [scrubber.encode(run)["slo"] for run in pair]
+    waits = sorted(
+        b - a for run in pair for r in run.requests.values() for a, b in zip(r.token_times, r.token_times[1:])
+    )
+    limit = 3 * (waits[(len(waits) - 1) // 2] + waits[len(waits) // 2]) / 2
+    body = json.loads(gzip.decompress(scrubber.pack(pair)))
+    assert alone[0] != alone[1] and [r["slo"] for r in body["runs"]] == [pytest.approx(limit)] * 2
+    for run, shown in zip(pair, body["runs"]):
+        assert len(shown["gaps"]) == sum(gap > limit for gap in run.tbts)
+    given = json.loads(gzip.decompress(scrubber.pack(pair, 0.3)))
+    assert [r["slo"] for r in given["runs"]] == [0.3, 0.3]
+
+
 def test_two_runs_give_two_frames(runs):
     w = scrubber.scrub(runs["plain"], runs["prefill first"])
     w.state = {"step": 5, "sync": "step"}
     assert w.run() == [scrubber.frame(r, 5) for r in (runs["plain"], runs["prefill first"])]
-    assert str(w).count("step 5 of") == 2
+    assert str(w).count("step 5 of 0…") == 2
     w.state = {"selection": {"gap": [0, 0], "run": 1}}
     assert str(w).count("A waited 503 ms for its token 1") == 1  # in prefill_first only
     w.state = {"selection": {"request": 0, "position": 3}}

@@ -175,9 +175,10 @@ def explore_blocks(operations: Sequence[tuple], num_blocks: int = 12, block_size
 
 
 def replay_blocks(operations: Sequence[tuple], num_blocks: int = 12, block_size: int = 4) -> Run:
-    """The run that explore_blocks shows. A step takes a made-up millisecond; nothing is sampled."""
+    """The run that explore_blocks shows. A step takes a made-up millisecond; nothing is sampled. A freed request has no chunk
+    in its step, so its blocks are gone in that step's picture (StepRecord.aborted)."""
     source = f"your list of {len(operations)} operations on a BlockPool; no model, made-up times"
-    run = Run(meta={"block_size": block_size, "num_blocks": num_blocks, "source": source})
+    run = Run(meta={"block_size": block_size, "num_blocks": num_blocks, "source": source, "gone": "freed"})
     replay = _Replay(BlockPool(num_blocks, block_size), run)
     for n, operation in enumerate(operations):
         try:

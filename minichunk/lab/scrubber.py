@@ -28,6 +28,7 @@ def frame(run: Run, i: int) -> dict:
     waiting, running: (id, tokens, computed before the step). chunks: (id, start, length, is_last, is_decode).
     tables: {id: block ids}. pool: per block "empty", "cached" or the ids that hold it. slots: one per packed token.
     filled: {id: tokens that have a slot when the step ends}. sampled: the token ids that the rows logits_rows gave.
+    aborted: those of finished that had left before the step ran, so without a chunk or a table.
     used, cached, empty, wasted count that picture; a StepRecord's counts are those after the finished ones have left.
     Raises IndexError when there is no such step.
     """
@@ -37,7 +38,7 @@ def frame(run: Run, i: int) -> dict:
     tokens = {id: r.prompt_ids + r.output_ids for id, r in run.requests.items()}
     queue = run.queue_at(i)
     out: dict[str, Any] = {
-        "step": i, "kind": step.kind, "budget": step.budget, "tokens": step.num_tokens,
+        "step": i, "kind": step.kind if step.chunks else "empty", "budget": step.budget, "tokens": step.num_tokens,
         "start": step.start - run.steps[0].start, "end": step.end - run.steps[0].start, "times": dict(step.times),
         "arrived": list(step.arrived), "admitted": list(step.admitted), "preempted": list(step.preempted),
         "aborted": list(step.aborted), "finished": list(step.finished), "hits": dict(step.hits), "chunks": [tuple(c) for c in step.chunks],
@@ -91,6 +92,11 @@ def _progress(run: Run, i: int) -> tuple[dict, dict]:
 
 
 # --- what the browser gets -------------------------------------------------------------------------------------------
+def _gone(run: Run) -> str:
+    """What it is called when a request leaves without a chunk: aborted, unless the run says otherwise."""
+    return run.meta.get("gone", "aborted")
+
+
 def encode(run: Run, slo: float | None = None) -> dict:
     """The run as small JSON: requests by index, times as differences in microseconds, per step only what changed.
 
@@ -135,6 +141,7 @@ def encode(run: Run, slo: float | None = None) -> dict:
     return {
         "title": provenance(run),
         "policy": str(run.meta.get("policy", "")),
+        "gone": _gone(run),
         "block_size": run.meta["block_size"],
         "num_blocks": run.meta["num_blocks"],
         "ids": list(run.requests),
@@ -155,9 +162,14 @@ def _differences(values: list[int]) -> list[int]:
 
 
 def pack(runs: tuple[Run, ...], slo: float | None = None) -> bytes:
-    """Runs and palette as gzip JSON: the widget's first state, and the saved page's data."""
+    """Runs and palette as gzip JSON: the widget's first state, and the saved page's data.
+
+    What counts as a long gap is one and the same for two runs: without an slo, gaps.slo_of the gaps of both.
+    """
+    both = Run(requests={(n, id): r for n, run in enumerate(runs) for id, r in run.requests.items()})
+    limit = gaps.slo_of(both, slo)
     body = {
-        "runs": [encode(run, slo) for run in runs],
+        "runs": [encode(run, limit) for run in runs],
         "hatches": colors.HATCHES,
         "themes": colors.THEMES,
     }
@@ -175,14 +187,15 @@ def text(run: Run, i: int, selection: dict | None = None) -> str:
     run_of = lambda c: names[c[0]] if c[4] else f"{names[c[0]]}[{c[1]}…{c[1] + c[2] - 1}]"  # noqa: E731
     state = lambda r, total, done: f"{names[r]} {done}/{total}" if total - done != 1 else names[r]  # noqa: E731
     bar = round(24 * f["tokens"] / f["budget"]) if f["budget"] else 0
+    left = {_gone(run): f["aborted"], "finished": [r for r in f["finished"] if r not in f["aborted"]]}
     events = [
-        f"{e} {' '.join(names[r] for r in f[e])}"
-        for e in ("arrived", "admitted", "preempted", "aborted", "finished")
-        if f[e]
+        f"{e} {' '.join(names[r] for r in who)}"
+        for e, who in ({e: f[e] for e in ("arrived", "admitted", "preempted")} | left).items()
+        if who
     ]
     rows = ["." if b == "empty" else "~" if b == "cached" else names[b[0]] if len(b) == 1 else "&" for b in f["pool"]]
     lines = [
-        f"step {i} of {len(run.steps)} · {f['kind']} · {' + '.join(who) or 'no chunks'} · {f['tokens']} of {f['budget']} "
+        f"step {i} of 0…{len(run.steps) - 1} · {f['kind']} · {' + '.join(who) or 'no chunks'} · {f['tokens']} of {f['budget']} "
         f"tokens · {(f['end'] - f['start']) * 1e3:.0f} ms · {provenance(run)}",
         f"waiting  {' '.join(f'{names[r]}({total})' for r, total, _ in f['waiting']) or 'nobody'} · running  "
         f"{', '.join(state(*entry) for entry in f['running']) or 'nobody'}"

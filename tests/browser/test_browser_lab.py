@@ -39,7 +39,7 @@ def test_arrow_keys_step_and_python_knows(scrubber):
     focus(lab, cell)
     press(lab, Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
     until("step 3", lambda: step(lab, cell) == 3)
-    assert "step 3 of 23" in root(lab, cell).text
+    assert "step 3 of 0…22" in root(lab, cell).text
     time.sleep(1)
     _, said = lab.execute("print(w.state['step'], w.run()['step'])")
     assert said.strip() == "3 3"
@@ -71,7 +71,7 @@ def test_steps_while_a_cell_sleeps(scrubber):
     until("the first step", lambda: step(lab, cell) == 0, 5)
     press(lab, Keys.ARROW_RIGHT * 5)
     until("step 5", lambda: step(lab, cell) == 5, 5)
-    assert "step 5 of 23" in root(lab, cell).text
+    assert "step 5 of 0…22" in root(lab, cell).text
     assert lab.cells()[index]["running"], "the cell had woken up before"
     until("the cell is done", lambda: lab.cells()[index]["count"] is not None, 60)
     _, said = lab.execute("print(w.state['step'])")

@@ -9,6 +9,7 @@ from toyrun import toy_run
 
 from minichunk.lab import scrubber
 from minichunk.lab.html import to_html
+from minichunk.lab.scenes_blocks import replay_blocks
 
 ROOT = "document.getElementById('scrubber')"
 
@@ -43,7 +44,7 @@ def test_the_saved_page_works_from_a_file_without_a_network(offline, tmp_path):
     driver.execute_script(f"{ROOT}.focus()")
     keys(Keys.ARROW_RIGHT * 4)
     until("step 4", lambda: shown(driver) == "4")
-    assert "step 4 of 23" in root.text and "128 of 128 tokens" in root.text
+    assert "step 4 of 0…22" in root.text and "128 of 128 tokens" in root.text
     keys(Keys.END)
     until("the last step", lambda: shown(driver) == "22")
     keys(Keys.HOME)
@@ -83,4 +84,32 @@ def test_two_runs_and_a_gap_in_light_and_dark(offline, tmp_path, scheme):
     )
     assert small == []
     picture(driver, f"page-two-{scheme}")
+    # what is compared comes first, and the blocks wait until they are asked for, both at once
+    top = lambda title: driver.execute_script(  # noqa: E731
+        f"return [...{ROOT}.querySelectorAll(`[aria-label='${{arguments[0]}}']`)].map((e) => e.getBoundingClientRect().top)",
+        title,
+    )
+    tops = [top(title) for title in ("Time line", "Queues and budget", "Packed batch", "Blocks")]
+    assert all(a == b for a, b in tops) and tops == sorted(tops)
+    closed = f"return [...{ROOT}.querySelectorAll('details')].map((d) => d.open)"
+    assert driver.execute_script(closed) == [False, False]
+    driver.find_element("css selector", "details summary").send_keys(Keys.ENTER)
+    until("both are open", lambda: driver.execute_script(closed) == [True, True])
+    grids = f"return [...{ROOT}.querySelectorAll(`canvas[data-shows='block pool']`)].map((c) => c.getBoundingClientRect().width)"
+    until("they have the whole room", lambda: min(driver.execute_script(grids)) > 400)
+    assert shown(driver) != "0"  # Enter was the pane's
+    picture(driver, f"page-two-open-{scheme}")
     color_scheme(driver, "light")
+
+
+def test_a_freed_request_is_shown_as_freed(offline, tmp_path):
+    driver, run = offline, replay_blocks([("grow", "A", 9), ("free", "A"), ("grow", "B", 2)], 6, 4)
+    driver.get(to_html(run, tmp_path / "blocks.html").as_uri())
+    until("the scrubber is drawn", lambda: shown(driver) == "0")
+    driver.execute_script(f"{ROOT}.focus()")
+    ActionChains(driver).send_keys(Keys.ARROW_RIGHT).perform()
+    until("step 1", lambda: shown(driver) == "1")
+    assert driver.find_element("class name", "mc-events").text.split() == ["in", "this", "step", "freed", "A"]
+    assert "step 1 of 0…2" in driver.find_element("class name", "mc-head").text
+    assert driver.execute_script(f"return {ROOT}.querySelector('details').open")
+    picture(driver, "page-blocks")

@@ -35,7 +35,7 @@ export class Player {
       const start = clock + gap;
       clock = start + duration;
       const decodes = chunks.filter((c) => c.flags & DECODE).length;
-      const kind = decodes ? (decodes < chunks.length ? "mixed" : "decodes") : "prompts";
+      const kind = decodes ? (decodes < chunks.length ? "mixed" : "decodes") : chunks.length ? "prompts" : "empty";
       return { start, end: clock, budget, chunks, change, decodes, kind, tokens: chunks.reduce((s, c) => s + c.length, 0) };
     });
     this.late = run.ids.map(() => new Map()); // per request: gap index → the gap
@@ -413,9 +413,10 @@ function drawLines(canvas, player, f, view) {
   c.textBaseline = "alphabetic";
   c.fillStyle = paint.soft;
   c.textAlign = "left";
-  c.fillText(`${(t0 / 1e6).toFixed(2)} s`, GUTTER, H - 3);
+  const clock = (t) => (t1 - t0 < 1e5 ? `${(t / 1e3).toFixed(1)} ms` : `${(t / 1e6).toFixed(2)} s`);
+  c.fillText(clock(t0), GUTTER, H - 3);
   c.textAlign = "right";
-  c.fillText(`${(t1 / 1e6).toFixed(2)} s`, width - 2, H - 3);
+  c.fillText(clock(t1), width - 2, H - 3);
   return areas;
 
   function gapMark(r, k, a, b, y, us) {
@@ -464,12 +465,14 @@ class RunView {
     this.c = { budget: canvas("budget"), strip: canvas("packed batch"), mask: canvas("mask row"), grid: canvas("block pool"), slots: canvas("slots of a block"), overview: canvas("all steps"), lines: canvas("time line") };
     const part = (name) => (this[name] = h(`div.${name}`));
     const pane = (title, side, ...body) => h("section.pane", { "aria-label": title }, h("h4.title", {}, title, side), ...body);
-    const key = (name, text) => [h(`span.key.${name}`, { "aria-hidden": "true" }), h("span", {}, text)];
+    this.blocks = h("details.pane", { "aria-label": "Blocks", ontoggle: app.guard(() => app.fold(this.blocks.open)) }, h("summary.title", {}, "Blocks", (this.pool = h("span.side"))),
+      this.c.grid, part("tablerow"), this.c.slots, part("slotline"));
+    this.blocks.open = app.players.length === 1; // two runs have to fit on a screen
+    const key = (name, text) => h("span.entry", {}, h(`span.key.${name}`, { "aria-hidden": "true" }), text);
     const slo = player.run.slo === null ? "" : ` (over ${ms(player.run.slo * 1e6)})`;
-    const legend = [...key("chunk", "prompt chunk"), ...key("thin", "decode"), ...key("dot", "token"), ...key("wait", "waiting"), ...key("late", `long gap${slo}`)];
+    const legend = [key("chunk", "prompt chunk"), key("thin", "decode"), key("dot", "token"), key("wait", "waiting"), key("late", `long gap${slo}`)];
     const zoom = h("span.side", {}, app.button("fewer steps in the time line", "+", () => app.setZoom(0.5), "in"), app.button("more steps in the time line", "−", () => app.setZoom(2), "out"));
     this.count = h("span.side");
-    this.pool = h("span.side");
     this.counter = h("span.side");
     this.table = h("table.ints");
     this.el = h("div.run", {},
@@ -477,7 +480,7 @@ class RunView {
       h("div.panes", {},
         h("div.col", {},
           pane("Queues and budget", this.counter, part("waiting"), part("running"), part("share"), this.c.budget, part("events")),
-          pane("Blocks", this.pool, this.c.grid, part("tablerow"), this.c.slots, part("slotline"))),
+          this.blocks),
         h("div.col", {},
           pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.scroll", { tabindex: "-1" }, this.table)),
           pane("Time line", zoom, this.c.overview, h("div.scroll.tall", { tabindex: "-1" }, this.c.lines), h("div.legend", {}, ...legend), part("gapline"))),
@@ -554,7 +557,7 @@ class RunView {
     // Canvases first, then the page, then scrolling: a font or a size that is read in between would lay the page out anew.
     drawBudget(this.c.budget, f, view(this.c.budget));
     this.lay = drawStrip(this.c.strip, f, view(this.c.strip, { hover: hover.row }));
-    this.gridLay = drawGrid(this.c.grid, f, view(this.c.grid, { hover: hover.block }));
+    if (this.blocks.open) this.gridLay = drawGrid(this.c.grid, f, view(this.c.grid, { hover: hover.block }));
     this.stepAt = drawOverview(this.c.overview, player, view(this.c.overview));
     this.areas = drawLines(this.c.lines, player, f, view(this.c.lines));
     this.drawHead(f);
@@ -566,7 +569,7 @@ class RunView {
     const say = (canvas, text) => canvas.setAttribute("aria-label", `${canvas.dataset.shows}: ${text}`);
     say(this.c.strip, f.chunks.map((q) => run.letters[q.r] + (q.length > 1 ? ` ${q.start} to ${q.end - 1}` : "")).join(", "));
     say(this.c.grid, this.pool.textContent);
-    say(this.c.overview, `step ${i} of ${player.n}, ${this.summary(f)}`);
+    say(this.c.overview, `step ${i} of 0 to ${player.n - 1}, ${this.summary(f)}`);
     if (pick || hover.block >= 0) this.reveal();
   }
 
@@ -586,7 +589,7 @@ class RunView {
 
   drawHead(f) {
     this.head.replaceChildren(
-      h("span.now", {}, h("b", {}, `step ${f.step}`), ` of ${this.player.n}`), h(`span.kind.${f.kind}`, {}, f.kind),
+      h("span.now", { title: `counted from 0, as in run.steps[${f.step}]` }, h("b", {}, `step ${f.step}`), ` of 0…${this.player.n - 1}`), h(`span.kind.${f.kind}`, {}, f.kind),
       h("span", {}, this.summary(f)), h("span.badge", {}, this.player.run.title));
   }
 
@@ -606,8 +609,9 @@ class RunView {
       return h("div.prompt", {}, chip(r), bar, h("span.num", {}, `${done}${now > done ? ` → ${now}` : ""} of ${total}`));
     });
     this.running.replaceChildren(h("div.flow", {}, ...line("decoding", decoding.map(([r]) => chip(r)), "nobody")), ...(out.length ? [h("div.flow.out", {}, ...line("left out of this step", out.map(([r]) => chip(r)), ""))] : []), ...(bars.length ? [h("div.label", {}, "prompts under way"), ...bars] : []));
-    const said = ["arrived", "admitted", "preempted", "aborted", "finished"].filter((e) => f[e].length);
-    this.events.replaceChildren(h("span.label", {}, "in this step"), ...(said.length ? said.flatMap((e) => [h(`span.event.${e}`, {}, e), ...f[e].map((r) => chip(r))]) : [h("span.none", {}, "no change")]));
+    const events = { arrived: f.arrived, admitted: f.admitted, preempted: f.preempted, [this.player.run.gone]: f.aborted, finished: f.finished.filter((r) => !f.aborted.includes(r)) };
+    const said = Object.entries(events).filter(([, who]) => who.length);
+    this.events.replaceChildren(h("span.label", {}, "in this step"), ...(said.length ? said.flatMap(([e, who]) => [h(`span.event.${e}`, {}, e), ...who.map((r) => chip(r))]) : [h("span.none", {}, "no change")]));
   }
 
   /** Click on a letter: its last token in this step, or the last one it has. */
@@ -740,6 +744,13 @@ class App extends Widget {
   }
 
   pick(view, r, position) { this.set({ selection: { request: view.player.run.ids[r], position } }); }
+  /** Opens or closes the block pane, of both runs. */
+  fold(open) {
+    for (const view of this.views) view.blocks.open = open;
+    this.paint = null; // its canvases have another room now
+    this.draw();
+  }
+
   clear() { if (this.state.selection) this.set({ selection: null }); }
   setSync(sync) { this.state.sync = sync; this.set({}); }
   setZoom(by) { this.zoom = clamp(this.zoom * by, 4, 512); this.draw(); }
@@ -802,7 +813,7 @@ class App extends Widget {
   }
 
   key(e) {
-    const on = e.target.matches("button") && (e.key === " " || e.key === "Enter");
+    const on = e.target.matches("button, summary") && (e.key === " " || e.key === "Enter");
     return on ? null : {
       ArrowLeft: () => (e.shiftKey ? this.nextToken(-1) : this.go(this.state.step - 1)),
       ArrowRight: () => (e.shiftKey ? this.nextToken(1) : this.go(this.state.step + 1)),
@@ -845,7 +856,7 @@ class App extends Widget {
     this.slider.max = this.at.length - 1;
     this.slider.value = step;
     this.slider.setAttribute("aria-valuetext", `step ${steps.join(" and ")}`);
-    this.where.textContent = this.players.length > 1 ? `${step + 1} / ${this.at.length}` : "";
+    this.where.textContent = this.sync && sync === "time" ? `moment ${step + 1} of ${this.at.length}` : "";
     if (this.sync) this.sync.value = sync;
     const windows = this.windows(steps);
     this.views.forEach((view, n) => view.draw(steps[n], selection, this.paint, windows[n]));
