@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from typing import Annotated, Optional
@@ -46,11 +47,28 @@ def lab(
     command += [] if browser else ["--no-browser"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # a container: Jupyter asks root to say so
         command += ["--allow-root"]
+    raise typer.Exit(run_until_told(command, {**os.environ, "MINICHUNK_MY": str(my_dir().resolve())}))
+
+
+def run_until_told(command: list[str], env: dict[str, str]) -> int:
+    """Runs the command; → its exit code, 0 after Ctrl-C. However this process is asked to end, the command ends first: it
+    gets SIGTERM, at which JupyterLab stops its kernels."""
+
+    def told(number: int, _frame) -> None:
+        raise SystemExit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), told)
+    child = subprocess.Popen(command, env=env)
     try:
-        code = subprocess.run(command, env={**os.environ, "MINICHUNK_MY": str(my_dir().resolve())}).returncode
+        return child.wait()
     except KeyboardInterrupt:  # Ctrl-C is how one leaves JupyterLab
-        code = 0
-    raise typer.Exit(code)
+        return 0
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
 
 
 def progress() -> None:
