@@ -114,6 +114,53 @@ def test_step_strip_draws_the_packed_order():
     assert by_name(views.step_strip(run, first=2, last=4))["K"].x == (2, 3)
 
 
+def columns(figure):
+    """{step: [(request, from, to), …] from the bottom up} as a step strip draws them."""
+    found = {}
+    for trace in figure.data:
+        for x, y, base in zip(trace.x, trace.y, trace.base) if trace.type == "bar" else ():
+            found.setdefault(x, []).append((trace.name, base, base + y))
+    return {x: sorted(chunks, key=lambda c: c[1]) for x, chunks in found.items()}
+
+
+@pytest.mark.parametrize("budget, prompt", [(16, 12), (64, 58), (512, 506), (1024, 571), (1024, 1018), (8192, 40)])
+def test_a_decode_can_be_seen_beside_any_prompt(budget, prompt):
+    """Six decodes, then they and a prompt: each at least 1/80 of the axis high, in packed order without holes; the column
+    with the prompt is as high as its tokens, so that it ends below the budget where the step does."""
+    run = hand_made()
+    decodes = [(id, 5, 1, True, True) for id in "ABCDEF"]
+    run.requests = {id: RequestRecord(id, [1], [1], 0.0) for id in "ABCDEFG"}
+    run.steps = [StepRecord(0, 0.0, 1.0, budget, decodes)]
+    run.steps.append(StepRecord(1, 1.0, 2.0, budget, [*decodes[:3], ("G", 0, prompt, True, False), *decodes[3:]]))
+    figure = views.step_strip(run)
+    top, drawn = figure.layout.yaxis.range[1], columns(figure)
+    assert all(to - low >= top / 80 for chunks in drawn.values() for _, low, to in chunks)
+    assert [id for id, _, _ in drawn[1]] == list("ABCGDEF")
+    for chunks in drawn.values():
+        assert [low for _, low, _ in chunks] == pytest.approx([0, *(to for _, _, to in chunks[:-1])])
+    assert drawn[1][-1][2] == pytest.approx(prompt + 6) and top > drawn[0][-1][2]
+    assert "decode 5…5, step 1: 1 token" in by_name(figure)["A"].customdata
+    assert f"prompt chunk 0…{prompt - 1}, step 1: {prompt} tokens" in by_name(figure)["G"].customdata
+
+
+def test_a_budget_far_above_the_largest_step_is_said_and_not_drawn():
+    run = hand_made()
+    for budget, shown in ((16, True), (32, True), (33, False), (1024, False)):
+        for step in run.steps:
+            step.budget = budget
+        figure = views.step_strip(run)
+        assert ("budget" in by_name(figure)) is shown
+        assert (figure.layout.yaxis.range[1] > budget) is shown
+        assert (f"(budget {budget:,}, above the picture)" in views.text(figure)) is not shown
+
+
+def test_as_many_chunks_as_the_budget_holds_stay_inside_the_picture():
+    run = hand_made()
+    run.requests = {n: RequestRecord(n, [1], [1], 0.0) for n in range(100)}
+    run.steps = [StepRecord(0, 0.0, 1.0, 128, [(n, 5, 1, True, True) for n in range(100)])]
+    assert columns(views.step_strip(run))[0][-1][2] == 100
+
+
 def test_timeline_rows():
     run = hand_made()
     traces = by_name(views.timeline(run))
@@ -193,7 +240,15 @@ def test_stalls_are_cut_into_their_causes():
     for n, gap in enumerate(figure.layout.yaxis.categoryarray):
         assert sum(x for t in figure.data for y, x in zip(t.y, t.x) if y == gap) == [1750.0, 1000.0][n]
     assert "2 of 4 gaps are longer than 300 ms" in views.text(figure)
-    assert "none of 4 gaps is longer than 2000 ms" in views.text(views.stalls(run, slo=2.0))
+
+
+def test_no_stall_is_a_sentence_and_no_axis():
+    figure = views.stalls(hand_made(), slo=2.0)
+    assert "none of 4 gaps is longer than 2000 ms" in views.text(figure)
+    assert [a.text for a in figure.layout.annotations] == ["none of 4 gaps is longer than 2000 ms"]
+    assert not (figure.data or figure.layout.shapes or figure.layout.xaxis.visible or figure.layout.yaxis.visible)
+    shown = views.stalls(hand_made(), slo=0.3).layout
+    assert shown.xaxis.visible is not False and shown.yaxis.visible is not False
 
 
 def test_budget_against_latency_is_sorted_by_budget():
@@ -206,7 +261,39 @@ def test_budget_against_latency_is_sorted_by_budget():
     assert "budget 32: TTFT P50" in views.text(figure)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+def contrast(a, b):
+    """WCAG 2.2: (L1 + 0.05) / (L2 + 0.05) of the relative luminances of two #rrggbb."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("paper", ["#ffffff", "#111111"])  # a cell of JupyterLab Light, of JupyterLab Dark
+def test_the_words_of_a_figure_read_on_light_and_dark(paper):
+    for figure in (views.timeline(hand_made()), views.stalls(hand_made(), 0.3), views.ttft_tbt(hand_made())):
+        layout = figure.layout
+        assert layout.paper_bgcolor == layout.plot_bgcolor == layout.modebar.bgcolor == "rgba(0,0,0,0)"
+        inks = [layout.font.color, layout.modebar.color, *(a.font.color for a in layout.annotations)]
+        assert "font-size:14px;color:#" in layout.title.text
+        inks += [layout.title.text.split("color:")[1][:7], *(s.line.color for s in layout.shapes)]
+        assert min(contrast(ink, paper) for ink in inks) > 4
+
+
+def test_ttft_and_tbt_are_spelled_out():
+    run = hand_made()
+    for figure in (views.ttft_tbt(run), views.budget_latency([run])):
+        drawn = " ".join(a.text for a in figure.layout.annotations)
+        for words in (drawn, views.text(figure)):
+            assert words.index("TTFT") == words.index("TTFT, time to first token")
+            assert words.index("TBT") == words.index("TBT, time between tokens")
+
+
+@pytest.mark.parametrize("theme", ["both", "light", "dark"])
 def test_a_request_looks_the_same_in_every_view(theme):
     """Colour and hatch of K in each figure that draws it; the title says the source; the text twin is there."""
     run, look = hand_made(), colors.palette(theme)

@@ -16,29 +16,46 @@ THEMES = {
         "colors": LIGHT,
         "ink": "#1b1f24",
         "soft": "#59636e",
+        "hatch": "#1b1f24",
         "paper": "#ffffff",
         "line": "#d1d9e0",
+        "hidden": "#d1d9e0",
         "alarm": "#b3261e",
     },
     "dark": {
         "colors": DARK,
         "ink": "#e6edf3",
         "soft": "#9aa4af",
+        "hatch": "#e6edf3",
         "paper": "#111418",
         "line": "#3d444d",
+        "hidden": "#3d444d",
         "alarm": "#ff8a80",
     },
+}
+# A figure is data: it does not learn whether the notebook around it is light or dark. So it has no paper of its own, and
+# a grey and a red as far from white as from black.
+BOTH = {
+    "colors": LIGHT,
+    "ink": "#757c84",
+    "soft": "#757c84",
+    "hatch": "#1b1f24",
+    "paper": "rgba(0,0,0,0)",
+    "line": "rgba(128,128,128,0.35)",
+    "hidden": "#a3abb3",  # opaque: plotly picks black or white for the text on it
+    "alarm": "#dd3f37",
 }
 
 
 def palette(theme: str) -> dict:
-    """The colours of a theme, "light" or "dark". Raises ValueError for another name."""
-    if theme not in THEMES:
-        raise ValueError(f"theme must be light or dark, got {theme!r}")
-    return THEMES[theme]
+    """The colours of a theme: "light", "dark", or "both", which reads on either. Raises ValueError for another name."""
+    looks = {**THEMES, "both": BOTH}
+    if theme not in looks:
+        raise ValueError(f"theme must be both, light or dark, got {theme!r}")
+    return looks[theme]
 
 
-def color(index: int, theme: str = "light") -> str:
+def color(index: int, theme: str = "both") -> str:
     """Fill of the index-th request of a run."""
     colors = palette(theme)["colors"]
     return colors[index % len(colors)]

@@ -17,10 +17,17 @@ from plotly.subplots import make_subplots
 from minichunk.lab import colors, gaps
 from minichunk.lab.gaps import blame, culprit, explain
 from minichunk.lab.titles import provenance
-from minichunk.record import Run
+from minichunk.record import Run, StepRecord
 
 __all__ = ["blame", "budget_latency", "culprit", "explain", "stalls", "step_strip", "text", "timeline", "ttft_tbt"]
 
+TTFT, TBT = "TTFT, time to first token", "TBT, time between tokens"
+BELOW = {
+    "orientation": "h",
+    "yref": "container",
+    "y": 0,
+    "yanchor": "bottom",
+}  # a legend under the figure, which makes room
 SYMBOLS = {"mixed": "diamond", "decodes": "circle-open", "prompts": "square"}
 RUN_MARKS = [
     ("circle", "solid"),
@@ -36,20 +43,24 @@ def text(figure: go.Figure) -> str:
     return figure.layout.meta["text"]
 
 
-def step_strip(run: Run, theme: str = "light", first: int = 0, last: int | None = None) -> go.Figure:
+def step_strip(run: Run, theme: str = "both", first: int = 0, last: int | None = None) -> go.Figure:
     """Who ran in each step: a column a step, its chunks in packed order, under the line of the budget.
 
-    first, last: the steps to show, last not included. The mark above a column says mixed, decodes or prompts.
+    first, last: the steps to show, last not included. The mark above a column says mixed, decodes or prompts. Where the
+    largest step has less than half of the budget, the picture ends there, and the title says what the budget is.
     """
     steps, names = run.steps[first:last], colors.letters(run)
-    figure = go.Figure()
+    figure, look = go.Figure(), colors.palette(theme)
+    budget, largest = (max((n(s) for s in steps), default=1) for n in (lambda s: s.budget, lambda s: s.num_tokens))
+    tops = budget if 2 * largest >= budget else largest
+    least = max(1, round(tops / max(60, *(len(s.chunks) for s in steps))))
     bars: dict[Any, list[tuple]] = {}
     for step in steps:
         row = 0
-        for id, start, length, _, decode in step.chunks:
-            kind = "decode" if decode else "prompt chunk"
-            bars.setdefault(id, []).append((step.index, length, row, f"{kind} {start}…{start + length - 1}", decode))
-            row += length
+        for (id, start, length, _, decode), height in zip(step.chunks, _heights(step, least)):
+            what = f"{'decode' if decode else 'prompt chunk'} {start}…{start + length - 1}, step {step.index}: {length} token{'s' * (length > 1)}"
+            bars.setdefault(id, []).append((step.index, height, row, what, decode))
+            row += height
     for n, id in enumerate(run.requests):
         if id not in bars:
             continue
@@ -57,19 +68,19 @@ def step_strip(run: Run, theme: str = "light", first: int = 0, last: int | None 
         figure.add_bar(
             x=x, y=y, base=base, width=0.94, name=names[id], marker=_fill(n, theme), customdata=what,
             text=["" if d else names[id] for d in decode], textposition="inside", insidetextanchor="middle", textangle=0,
-            hovertemplate=names[id] + " %{customdata}, step %{x}: %{y} tokens<extra></extra>",
+            hovertemplate=names[id] + " %{customdata}<extra></extra>",
         )  # fmt: skip
-    ink, tops = colors.palette(theme)["ink"], max((s.budget for s in steps), default=1)
-    figure.add_scatter(
-        x=[x for s in steps for x in (s.index - 0.5, s.index + 0.5)], y=[b for s in steps for b in (s.budget, s.budget)],
-        mode="lines", line={"color": ink, "dash": "dash", "width": 1.5}, name="budget", hoverinfo="skip",
-    )  # fmt: skip
+    if tops == budget:
+        figure.add_scatter(
+            x=[x for s in steps for x in (s.index - 0.5, s.index + 0.5)], y=[b for s in steps for b in (s.budget, s.budget)],
+            mode="lines", line={"color": look["ink"], "dash": "dash", "width": 1.5}, name="budget", hoverinfo="skip",
+        )  # fmt: skip
     for kind, symbol in SYMBOLS.items():
         at = [s.index for s in steps if s.kind == kind and s.chunks]
         if at:
             figure.add_scatter(
                 x=at, y=[tops * 1.08] * len(at), mode="markers", name=f"{kind} step", hovertemplate=f"step %{{x}}: {kind}<extra></extra>",
-                marker={"symbol": symbol, "color": ink, "size": 9, "line": {"color": ink, "width": 1.5}},
+                marker={"symbol": symbol, "color": look["ink"], "size": 9, "line": {"color": look["ink"], "width": 1.5}},
             )  # fmt: skip
     kinds = [s.kind for s in steps]
     used, room = sum(s.num_tokens for s in steps), sum(s.budget for s in steps)
@@ -79,12 +90,23 @@ def step_strip(run: Run, theme: str = "light", first: int = 0, last: int | None 
     ]  # fmt: skip
     said += [str(s) for s in steps[:40]] + [f"… {len(steps) - 40} more steps"] * (len(steps) > 40)
     figure.update_xaxes(title="step")
-    figure.update_yaxes(title="packed tokens", range=[0, tops * 1.14])
+    figure.update_yaxes(
+        title="packed tokens" + f" (a chunk at least {least} high)" * (least > 1), range=[0, tops * 1.14]
+    )
     figure.update_layout(barmode="overlay", bargap=0)
-    return _finish(figure, "Who ran in each step", [run], said, theme, 420)
+    above = f" (budget {budget:,}, above the picture)" * (tops < budget)
+    return _finish(figure, f"Who ran in each step{above}", [run], said, theme, max(420, 150 + 21 * len(figure.data)))
 
 
-def timeline(run: Run, theme: str = "light") -> go.Figure:
+def _heights(step: StepRecord, least: int) -> list[float]:
+    """How high a step's chunks are drawn: their tokens, yet each at least `least`, so that a decode beside a long prompt
+    can be seen. What that adds is taken from the higher ones: the column is as high as its tokens, where it can be."""
+    heights = [max(c[2], least) for c in step.chunks]
+    added, spare = sum(heights) - step.num_tokens, sum(h - least for h in heights)
+    return [h - (h - least) * min(1, added / spare) for h in heights] if spare else heights
+
+
+def timeline(run: Run, theme: str = "both") -> go.Figure:
     """A row a request over time: waiting (grey), prompt chunks (thick), decodes (thin), tokens (ticks)."""
     names, rows = colors.letters(run), {id: n for n, id in enumerate(run.requests)}
     look, zero = colors.palette(theme), run.steps[0].start if run.steps else 0.0
@@ -101,7 +123,7 @@ def timeline(run: Run, theme: str = "light") -> go.Figure:
     for step in run.steps:
         for id, start, length, _, decode in step.chunks:
             what = f"{'decode' if decode else 'prompt chunk'} {start}…{start + length - 1} in step {step.index}"
-            pieces.setdefault(id, []).append((step.start - zero, step.duration, 0.3 if decode else 0.75, what))
+            pieces.setdefault(id, []).append((step.start - zero, step.duration, 0.22 if decode else 0.75, what))
     for id, n in rows.items():
         if id not in pieces:
             continue
@@ -119,7 +141,7 @@ def timeline(run: Run, theme: str = "light") -> go.Figure:
         x, y, what = zip(*tokens)
         figure.add_scatter(
             x=x, y=y, mode="markers", name="token", customdata=what, hovertemplate="%{customdata} at %{x:.3f} s<extra></extra>",
-            marker={"symbol": "line-ns-open", "color": look["ink"], "size": 11, "line": {"width": 2}},
+            marker={"symbol": "line-ns-open", "color": look["ink"], "size": 14, "line": {"width": 2}},
         )  # fmt: skip
     for r in run.requests.values():
         worst = f", longest gap {_ms(max(r.tbt))}" if r.tbt else ""
@@ -143,14 +165,14 @@ def timeline(run: Run, theme: str = "light") -> go.Figure:
     return _finish(figure, "Requests over time", [run], said, theme, 150 + 34 * len(rows))
 
 
-def ttft_tbt(runs: Run | Sequence[Run], theme: str = "light") -> go.Figure:
+def ttft_tbt(runs: Run | Sequence[Run], theme: str = "both") -> go.Figure:
     """TTFT and TBT of every request above, their distributions below; each run has its own mark and dash."""
     runs = [runs] if isinstance(runs, Run) else list(runs)
     ink = colors.palette(theme)["ink"]
-    figure = make_subplots(2, 2, vertical_spacing=0.2, horizontal_spacing=0.11, subplot_titles=[
-        "TTFT: arrival to first token", "TBT: gaps between tokens", "share of requests with TTFT up to", "share of gaps up to",
+    figure = make_subplots(2, 2, vertical_spacing=0.17, horizontal_spacing=0.11, subplot_titles=[
+        f"{TTFT}, of each request", f"{TBT}: every gap", "share of requests with TTFT up to", "share of gaps up to",
     ])  # fmt: skip
-    said, many = [], len(runs) > 1
+    said, many = [f"{TTFT}; {TBT}"], len(runs) > 1
     for k, (run, name, (symbol, dash)) in enumerate(zip(runs, _labels(runs), cycle(RUN_MARKS))):
         names, shift = colors.letters(run), (k - (len(runs) - 1) / 2) * 0.22
         points = [[(n, r.ttft) for n, r in enumerate(run.requests.values()) if r.ttft is not None]]
@@ -181,10 +203,11 @@ def ttft_tbt(runs: Run | Sequence[Run], theme: str = "light") -> go.Figure:
     figure.update_yaxes(title="ms", rangemode="tozero", row=1)
     figure.update_xaxes(title="ms", rangemode="tozero", row=2)
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%", row=2)
-    return _finish(figure, "First tokens and the gaps after them", runs, said, theme, 620)
+    figure.update_layout(legend=BELOW)
+    return _finish(figure, "First tokens and the gaps after them", runs, said, theme, 600)
 
 
-def stalls(run: Run, slo: float | None = None, theme: str = "light", most: int = 20) -> go.Figure:
+def stalls(run: Run, slo: float | None = None, theme: str = "both", most: int = 20) -> go.Figure:
     """Every gap above `slo` seconds (default: three times the median gap), longest first, cut into its causes by `blame`."""
     names, limit, look = colors.letters(run), gaps.slo_of(run, slo), colors.palette(theme)
     every = gaps.long_gaps(run, slo, most=10**9)
@@ -219,23 +242,22 @@ def stalls(run: Run, slo: float | None = None, theme: str = "light", most: int =
             if run.tbts
             else "no gaps: no request has two tokens"
         ]
-        figure.add_annotation(
-            text=said[0], showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 16}
-        )
-    figure.update_xaxes(title="ms", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=[label(id, k) for id, k, _ in found])
+        figure.add_annotation(text=said[0], showarrow=False, x=0, y=0.5, xref="paper", yref="paper", xanchor="left")
+    figure.update_xaxes(title="ms", rangemode="tozero", visible=bool(found))
+    order = [label(id, k) for id, k, _ in found]
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=order, visible=bool(found))
     figure.update_layout(barmode="stack", legend_traceorder="normal")
     shown = f" (the {len(found)} longest of {len(every)})" if len(every) > len(found) else ""
-    return _finish(figure, f"What the long gaps waited for{shown}", [run], said, theme, 190 + 26 * len(found))
+    return _finish(
+        figure, f"What the long gaps waited for{shown}", [run], said, theme, 190 + 26 * len(found) if found else 140
+    )
 
 
-def budget_latency(runs: Sequence[Run], theme: str = "light") -> go.Figure:
+def budget_latency(runs: Sequence[Run], theme: str = "both") -> go.Figure:
     """TTFT and TBT (P50, P99) against the budget, one point a run: what a larger budget gives and takes."""
     runs = sorted(runs, key=lambda r: r.meta["max_batch_tokens"])
     budgets, sums = [r.meta["max_batch_tokens"] for r in runs], [r.summary() for r in runs]
-    figure = make_subplots(
-        1, 2, subplot_titles=["TTFT: the wait for the first token", "TBT: the gaps after it"], horizontal_spacing=0.11
-    )
+    figure = make_subplots(1, 2, subplot_titles=[TTFT, TBT], horizontal_spacing=0.11)
     for column, what in enumerate(("ttft", "tbt"), 1):
         for k, (point, (symbol, dash)) in enumerate(zip(("p50", "p99"), RUN_MARKS)):
             figure.add_scatter(
@@ -248,27 +270,27 @@ def budget_latency(runs: Sequence[Run], theme: str = "light") -> go.Figure:
         title="budget: tokens a step at most", type="log", tickvals=budgets, ticktext=[str(b) for b in budgets]
     )
     figure.update_yaxes(title="ms", rangemode="tozero")
-    said = [f"budget {b}: TTFT {_spread(s['ttft'])}; TBT {_spread(s['tbt'])}" for b, s in zip(budgets, sums)]
+    said = [f"{TTFT}; {TBT}"]
+    said += [f"budget {b}: TTFT {_spread(s['ttft'])}; TBT {_spread(s['tbt'])}" for b, s in zip(budgets, sums)]
     return _finish(figure, "What the budget buys, and what it costs", runs, said, theme, 420)
 
 
 # --- what the figures share --------------------------------------------------------------------------------------------
 def _fill(n: int, theme: str) -> dict:
     """plotly's marker of the n-th request."""
-    return _plain(colors.color(n, theme), colors.hatch(n), colors.palette(theme)["ink"])
+    return _plain(colors.color(n, theme), colors.hatch(n), colors.palette(theme)["hatch"])
 
 
-def _plain(color: str, shape: str, ink: str | None = None) -> dict:
+def _plain(color: str, shape: str, hatch: str | None = None) -> dict:
     return {
         "color": color, "line": {"width": 0},
-        "pattern": {"shape": shape, "fillmode": "overlay", "size": 7, "solidity": 0.25, "fgopacity": 0.45, "fgcolor": ink or color},
+        "pattern": {"shape": shape, "fillmode": "overlay", "size": 7, "solidity": 0.25, "fgopacity": 0.45, "fgcolor": hatch or color},
     }  # fmt: skip
 
 
 def _run_color(k: int, theme: str) -> str:
-    """Of a whole run or a statistic: the ink, then colours from the palette's end, so that few requests share them."""
-    look = colors.palette(theme)
-    return [look["ink"], *reversed(look["colors"])][k % 8]
+    """Of a whole run or a statistic: blue first, yellow last, which is faint in a line on white."""
+    return colors.color((4, 6, 5, 2, 0, 1, 3)[k % 7], theme)
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -320,9 +342,10 @@ def _finish(
         title={"text": title, "x": 0, "xref": "paper", "yref": "container", "y": 1 - 26 / height, "yanchor": "top", "font": {"size": 18}},
         font={"size": 14, "color": look["ink"]}, paper_bgcolor=look["paper"], plot_bgcolor=look["paper"],
         margin={"l": 60, "r": 20, "t": 66 + 20 * len(sources), "b": 56}, hoverlabel={"font": {"size": 14}},
+        modebar={"color": look["soft"], "activecolor": look["ink"], "bgcolor": look["paper"]},
         meta={"text": "\n".join([headline, *sources, *said])},
     )  # fmt: skip
     figure.update_annotations(font={"size": 14, "color": look["ink"]})
     figure.update_xaxes(gridcolor=look["line"], zerolinecolor=look["line"])
-    figure.update_yaxes(gridcolor=look["line"], zerolinecolor=look["line"])
+    figure.update_yaxes(gridcolor=look["line"], zerolinecolor=look["line"], ticklabelstandoff=4)
     return figure

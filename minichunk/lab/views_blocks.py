@@ -22,7 +22,7 @@ ALIGNMENTS = ("bottom-right", "top-left")
 HIDDEN, EMPTY = 1, 0  # codes of a cell: not seen, nothing; from 2 on a request
 
 
-def packed_mask(chunks: Sequence[Chunk], packed: tuple | None = None, align: str = "bottom-right", theme: str = "light") -> go.Figure:  # fmt: skip
+def packed_mask(chunks: Sequence[Chunk], packed: tuple | None = None, align: str = "bottom-right", theme: str = "both") -> go.Figure:  # fmt: skip
     """The packed batch, a line a row, and the keys that each row sees: a request's keys stand side by side.
 
     packed: what a pack_tokens gave for the chunks (default: the engine's); the picture is drawn from its integers.
@@ -63,7 +63,7 @@ def packed_mask(chunks: Sequence[Chunk], packed: tuple | None = None, align: str
     return figure.update_layout(margin={"l": 110, "t": 84})
 
 
-def row_error_bars(chunks: Sequence[Chunk], errors: Sequence[float], against: str = "transformers", theme: str = "light") -> go.Figure:  # fmt: skip
+def row_error_bars(chunks: Sequence[Chunk], errors: Sequence[float], against: str = "transformers", theme: str = "both") -> go.Figure:  # fmt: skip
     """The error of each packed row, on a logarithmic scale, in the colour of its request. Below 1e-7 it is drawn as 1e-7."""
     figure, said, first = go.Figure(), [], 0
     for n, chunk in enumerate(chunks):
@@ -81,7 +81,7 @@ def row_error_bars(chunks: Sequence[Chunk], errors: Sequence[float], against: st
     return _finish(figure, f"Error of each row against {against}", [], said, theme, 380)
 
 
-def block_map(run: Run, step: int, theme: str = "light") -> go.Figure:
+def block_map(run: Run, step: int, theme: str = "both") -> go.Figure:
     """Tables and memory while a step ran: on the left each request's blocks in order, on the right the pool's slots.
 
     Wasted slots (in a table, without a token) are crossed, blocks that are only cached are marked ~.
@@ -108,7 +108,8 @@ def block_map(run: Run, step: int, theme: str = "light") -> go.Figure:
             memory[block, held:][memory[block, held:] == EMPTY] = HIDDEN
             marks[block, held:][memory[block, held:] == HIDDEN] = "×"
         said.append(f"{names[id]}: {filled} tokens in blocks {_list(table)}, {len(table) * size - filled} slots wasted")
-    marks[[block for block, state in enumerate(f["pool"]) if state == "cached"]] = "~"
+    cached = [block for block, state in enumerate(f["pool"]) if state == "cached"]
+    memory[cached], marks[cached] = HIDDEN, "~"
     figure = make_subplots(1, 2, column_widths=[0.42, 0.58], horizontal_spacing=0.1, subplot_titles=[
         "in the tables: block numbers, in order", f"in memory: a row a block of {size} slots",
     ])  # fmt: skip
@@ -127,7 +128,7 @@ def block_map(run: Run, step: int, theme: str = "light") -> go.Figure:
     return figure.update_layout(yaxis={"domain": [1 - share, 1]})
 
 
-def waste_by_policy(waste: dict[str, Sequence[float]], trace: str, theme: str = "light") -> go.Figure:
+def waste_by_policy(waste: dict[str, Sequence[float]], trace: str, theme: str = "both") -> go.Figure:
     """A bar a way to reserve (scenes_blocks.waste): the median waste in percent, and P5 to P95 over the draws."""
     from minichunk.workloads import summaries
 
@@ -154,7 +155,7 @@ def waste_by_policy(waste: dict[str, Sequence[float]], trace: str, theme: str = 
 # --- what the figures share --------------------------------------------------------------------------------------------
 def _cells(z: np.ndarray, marks: np.ndarray, requests: int, theme: str) -> go.Heatmap:
     look = colors.palette(theme)
-    shades = [look["paper"], look["line"], *(colors.color(n, theme) for n in range(requests))]
+    shades = [look["paper"], look["hidden"], *(colors.color(n, theme) for n in range(requests))]
     scale = [(k / len(shades), c) for i, c in enumerate(shades) for k in (i, i + 1)]
     return go.Heatmap(
         z=z, text=marks, texttemplate="%{text}", textfont={"size": 12}, hoverinfo="text", xgap=1, ygap=1, showscale=False,

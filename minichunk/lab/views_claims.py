@@ -18,7 +18,7 @@ COUNTED, COMPUTED = "COUNTED", "COMPUTED with the cost model"
 SIMULATED = "SIMULATED Mistral-7B on one A100; estimates on one seed"
 
 
-def figure(claim: int, theme: str = "light") -> go.Figure:
+def figure(claim: int, theme: str = "both") -> go.Figure:
     """The figure of a claim among the twelve. KeyError for another."""
     return _FIGURES[claim](theme)
 
@@ -161,7 +161,13 @@ def _shares(theme: str) -> go.Figure:
     loads = {"256 in, 512 out": "short_prompts", "1,024 in, 256 out": "long_prompts", "code": "code"}
     kinds = {"decodes first, no share": "none", "70% for prompts": "70", "30% for prompts": "30"}
     rows = {kind: {load: e[f"{name}_{key}"] for load, name in loads.items()} for kind, key in kinds.items()}
-    return bars(rows, "Requests a second with P99 TBT ≤ 100 ms", SIMULATED, "requests a second", theme)
+    return bars(
+        rows,
+        "Requests a second with P99 TBT ≤ 100 ms",
+        SIMULATED,
+        "requests a second (TBT: time between tokens)",
+        theme,
+    )
 
 
 def _gains(theme: str) -> go.Figure:
@@ -179,7 +185,7 @@ def _gains(theme: str) -> go.Figure:
             "relaxed, Yi-34B": e["published_relaxed_yi"],
         },
     }
-    return bars(rows, "mixed over prompts first: a gain at a promise", f"{SIMULATED}; published: Sarathi-Serve, OSDI'24", "times as many requests or tokens a second", theme, (1, "no gain"))  # fmt: skip
+    return bars(rows, "mixed over prompts first: a gain at a promise", f"{SIMULATED}; published: Sarathi-Serve, OSDI'24", "times as many requests or tokens a second (TBT: time between tokens)", theme, (1, "no gain"))  # fmt: skip
 
 
 def _mark(drawn: go.Figure, axis: str, at: float, words: str, theme: str, log: bool = False) -> None:

@@ -16,17 +16,17 @@ from minichunk import costmodel
 from minichunk.costmodel import GPU, ModelShape
 from minichunk.lab import colors
 from minichunk.lab.scenes_prompt import Knee, Lunch, split_cost
-from minichunk.lab.views import RUN_MARKS, _finish, _plain, _run_color
+from minichunk.lab.views import BELOW, RUN_MARKS, _finish, _plain, _run_color
 from minichunk.record import Run
 
 
-def tokens_fed(prompt: int, n: int, theme: str = "light") -> go.Figure:
+def tokens_fed(prompt: int, n: int, theme: str = "both") -> go.Figure:
     """How many tokens the model computes for each of n new tokens, with a cache and without."""
     without, cached = [prompt + i for i in range(n)], [prompt] + [1] * (n - 1)
     figure = go.Figure()
     for name, fed, k, shape in (("without a cache", without, 3, "/"), ("with a cache", cached, 4, "")):
         figure.add_bar(
-            x=list(range(n)), y=fed, name=name, marker=_plain(colors.color(k, theme), shape, colors.palette(theme)["ink"]),
+            x=list(range(n)), y=fed, name=name, marker=_plain(colors.color(k, theme), shape, colors.palette(theme)["hatch"]),
             hovertemplate=f"token %{{x}}, {name}: %{{y}} computed<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title="token of the answer")
@@ -38,7 +38,7 @@ def tokens_fed(prompt: int, n: int, theme: str = "light") -> go.Figure:
     return _finish(figure, "Tokens computed for each new token", [_source("COUNTED")], said, theme, 360)
 
 
-def roofline(shape: str | ModelShape, gpu: GPU, batches: Mapping[str, Iterable], measured: Mapping[str, float] | None = None, theme: str = "light") -> go.Figure:  # fmt: skip
+def roofline(shape: str | ModelShape, gpu: GPU, batches: Mapping[str, Iterable], measured: Mapping[str, float] | None = None, theme: str = "both") -> go.Figure:  # fmt: skip
     """Batches {label: chunks} under the roof of a machine: FLOP per byte against FLOP/s, both logarithmic.
 
     A filled mark lies on the roof, where no step can be faster; measured {label: milliseconds} puts an open mark where
@@ -73,7 +73,7 @@ def roofline(shape: str | ModelShape, gpu: GPU, batches: Mapping[str, Iterable],
     return _finish(figure, f"Where the batch lies under the roof ({marks})", [_source(gpu.name)], said, theme, 440)
 
 
-def chunk_plan(prompt: int, chunk: int, shape: str | ModelShape = "smollm2-135m", theme: str = "light") -> go.Figure:
+def chunk_plan(prompt: int, chunk: int, shape: str | ModelShape = "smollm2-135m", theme: str = "both") -> go.Figure:
     """A prompt cut into chunks: the keys that each reads (history and own), the FLOPs of each, and all of them against
     the whole prompt at once."""
     look, cost = colors.palette(theme), split_cost(prompt, chunk, shape)
@@ -88,10 +88,10 @@ def chunk_plan(prompt: int, chunk: int, shape: str | ModelShape = "smollm2-135m"
     spans = [f"tokens {a} to {a + n - 1}" for a, n in zip(history, own)]
     gflop = {part: [f / 1e9 for f in cost[part]] for part in ("linear", "attention")}
     bars = [
-        (1, "history, read again", history, _plain(look["soft"], "/", look["ink"]), "%{y} keys of the history"),
+        (1, "history, read again", history, _plain(look["soft"], "/", look["hatch"]), "%{y} keys of the history"),
         (1, "its own", own, _plain(colors.color(1, theme), ""), "%{y} keys of its own"),
         (2, "linear layers", gflop["linear"], _plain(colors.color(4, theme), ""), "%{y:.3g} GFLOP in the linear layers"),
-        (2, "attention", gflop["attention"], _plain(colors.color(0, theme), "x", look["ink"]), "%{y:.3g} GFLOP in attention"),
+        (2, "attention", gflop["attention"], _plain(colors.color(0, theme), "x", look["hatch"]), "%{y:.3g} GFLOP in attention"),
     ]  # fmt: skip
     for column, label, y, marker, hover in bars:
         figure.add_bar(
@@ -107,7 +107,7 @@ def chunk_plan(prompt: int, chunk: int, shape: str | ModelShape = "smollm2-135m"
     figure.update_xaxes(title="chunk k", row=1, col=2)
     figure.update_xaxes(range=[0, 1.25 * max(ratios.values())], row=1, col=3)
     figure.update_yaxes(autorange="reversed", row=1, col=3)
-    figure.update_layout(barmode="stack", legend={"orientation": "h", "y": -0.2})
+    figure.update_layout(barmode="stack", legend=BELOW)
     first, last = cost["pairs"][0], cost["pairs"][-1]
     flops = [a + b for a, b in zip(cost["linear"], cost["attention"])]
     total, whole = cost["totals"]["pairs"], cost["totals"]["keys read"]
@@ -122,7 +122,7 @@ def chunk_plan(prompt: int, chunk: int, shape: str | ModelShape = "smollm2-135m"
     return figure.update_layout(margin={"t": 110, "b": 90})
 
 
-def chunk_time(times: Mapping[int, Sequence[Sequence[float]]], prompt: int, shape: str | ModelShape, gpu: GPU, meta: dict | None = None, theme: str = "light") -> go.Figure:  # fmt: skip
+def chunk_time(times: Mapping[int, Sequence[Sequence[float]]], prompt: int, shape: str | ModelShape, gpu: GPU, meta: dict | None = None, theme: str = "both") -> go.Figure:  # fmt: skip
     """Total time of a prompt against the chunk size, with its launches (steps) and what rereading the weights takes.
 
     times: {chunk: for each repeat the milliseconds of every step}; gpu: the machine's roof; meta: as Run.meta has it.
@@ -151,7 +151,7 @@ def chunk_time(times: Mapping[int, Sequence[Sequence[float]]], prompt: int, shap
     )  # fmt: skip
     figure.update_xaxes(title="chunk size, tokens", type="log", tickvals=sizes, ticktext=[str(s) for s in sizes])
     figure.update_yaxes(title="ms", range=[0, 1.15 * max(float(high.max()), reread[0], work)])
-    figure.update_layout(legend={"orientation": "h", "y": -0.22})
+    figure.update_layout(legend=BELOW)
     said = [
         f"chunks of {size}: {n} launch{'es' * (n > 1)}, {m:.0f} ms in all (P5 {a:.0f}, P95 {b:.0f}); reading the weights {n} times takes at least {r:.0f} ms"
         for size, n, a, m, b, r in zip(sizes, launches, low, mid, high, reread)
@@ -168,7 +168,7 @@ REASONS = {
 }
 
 
-def lunch(curves: Sequence[Lunch], knees: Sequence[Knee], at: int | None = None, theme: str = "light") -> go.Figure:
+def lunch(curves: Sequence[Lunch], knees: Sequence[Knee], at: int | None = None, theme: str = "both") -> go.Figure:
     """Step time against the tokens of the prompt chunk, logarithmic, a panel a machine: median with P5 to P95, the roof,
     and the fitted knee with its interval as a band. at: tokens that a vertical line marks.
 
@@ -208,7 +208,7 @@ def lunch(curves: Sequence[Lunch], knees: Sequence[Knee], at: int | None = None,
     figure.update_yaxes(title="ms a step", row=1, col=1)
     ticks = [digit * 10**k for k in range(5) for digit in (1, 2, 5)]
     figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{t:,}" for t in ticks])
-    figure.update_layout(legend={"orientation": "h", "y": -0.22})
+    figure.update_layout(legend=BELOW)
     figure = _finish(figure, "The free lunch, and where it ends (band: the fitted knee)", [Run(meta={**c.meta, "mode": ""}) for c in curves], said, theme, 440 + 20 * len(curves))  # fmt: skip
     figure.update_layout(margin={"t": figure.layout.margin.t + 30, "b": 80 + 20 * len(curves)})
     if at:
@@ -217,7 +217,7 @@ def lunch(curves: Sequence[Lunch], knees: Sequence[Knee], at: int | None = None,
     return figure
 
 
-def marks(panels: int, at: int, theme: str = "light") -> list[dict]:
+def marks(panels: int, at: int, theme: str = "both") -> list[dict]:
     """The vertical line of `lunch` at so many tokens, in each panel."""
     line = {"color": colors.palette(theme)["alarm"], "width": 2}
     axes = ["" if n == 0 else str(n + 1) for n in range(panels)]

@@ -14,7 +14,7 @@ from minichunk.lab.views import RUN_MARKS, _finish, _run_color
 from minichunk.record import Run
 
 
-def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "light") -> go.Figure:
+def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both") -> go.Figure:
     """P99 TBT against median TTFT, a mark a run (its budget beside it), a line through those that no other beats in both.
 
     slo: the promise in seconds, drawn as a line.
@@ -39,8 +39,8 @@ def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "ligh
     if slo:
         drawn.add_vline(x=1e3 * slo, line={"color": look["alarm"], "dash": "dash", "width": 2})
         said.append(f"promise: P99 TBT at most {1e3 * slo:.0f} ms")
-    drawn.update_xaxes(title="readers: P99 TBT, ms", type="log", dtick="D2")
-    drawn.update_yaxes(title="newcomers: median TTFT, ms", type="log", dtick=1)
+    drawn.update_xaxes(title="readers: P99 of TBT (time between tokens), ms", type="log", dtick="D2")
+    drawn.update_yaxes(title="newcomers: median TTFT (time to first token), ms", type="log", dtick=1)
     return _finish(drawn, "Shorter for one, longer for the other", [Run(meta={"source": runs[0].meta["source"]})], said, theme, 480)  # fmt: skip
 
 
