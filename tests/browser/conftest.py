@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -80,6 +79,8 @@ def lab(driver, tmp_path_factory):
         until("JupyterLab answers", answers, 120)
         yield Lab(driver, url, folder)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)  # the server and its kernels
-        server.wait(30)
+        server.terminate()  # `minichunk lab` alone: it takes JupyterLab and its kernels with it
+        code = server.wait(60)
         log.close()
+        with socket.socket() as gone:
+            assert code == 143 and gone.connect_ex(("localhost", port)) != 0, (config / "log.txt").read_text()[-2000:]

@@ -657,7 +657,7 @@ class RunView {
 
   drawBlockTable(f, pick, view) {
     const { player, hover } = this, B = player.size, { letters } = player.run;
-    this.pool.textContent = `used ${f.used} · cached ${f.cached} · empty ${f.empty} · ${plural(f.wasted, "slot")} wasted`;
+    this.pool.textContent = `used ${f.used} cached ${f.cached} empty ${f.empty} · ${plural(f.wasted, "slot")} wasted`;
     let r = pick?.r ?? (f.chunks.find((c) => !(c.flags & DECODE)) ?? f.chunks[0])?.r ?? -1;
     if (hover.block >= 0 && f.pool[hover.block] >= 0) r = f.pool[hover.block];
     const table = f.tables.get(r) ?? [], filled = f.filled.get(r) ?? 0;
@@ -715,7 +715,7 @@ class App extends Widget {
     const select = (label, options, does) => h("select.select", { "aria-label": label, title: label, onchange: this.guard((e) => does(e.target.value)) }, ...options.map(([text, value]) => h("option", { value }, text)));
     this.slider = h("input.slider", { type: "range", min: 0, max: this.at.length - 1, value: 0, "aria-label": "step", oninput: this.guard(() => this.go(Number(this.slider.value))) });
     this.playing = button("play", "Play", () => this.play(), "play");
-    this.where = h("span.where");
+    this.where = h("span.where", { title: "moments at which a step of either run ends" });
     const two = this.players.length > 1;
     const sync = two ? [select("how the runs go together", [["same moment", "time"], ["same step", "step"]], (v) => this.setSync(v)), button("first step in which the two differ", "first difference", () => this.firstDifference(), "differ")] : [];
     this.sync = sync[0];
@@ -856,7 +856,7 @@ class App extends Widget {
     this.slider.max = this.at.length - 1;
     this.slider.value = step;
     this.slider.setAttribute("aria-valuetext", `step ${steps.join(" and ")}`);
-    this.where.textContent = this.sync && sync === "time" ? `moment ${step + 1} of ${this.at.length}` : "";
+    this.where.textContent = this.sync && sync === "time" ? `${step + 1} of ${this.at.length}` : "";
     if (this.sync) this.sync.value = sync;
     const windows = this.windows(steps);
     this.views.forEach((view, n) => view.draw(steps[n], selection, this.paint, windows[n]));
