@@ -35,9 +35,8 @@ CHUNKS = packer.with_blocks(packer.example(16), 4)
 @pytest.fixture(params=["torch", "triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """(backend, device): torch on the CPU, triton in its interpreter, what a GPU runs."""
-    cuda = torch.device("cuda")
     if request.param == "cuda":
-        return make_backend("auto", cuda), cuda
+        return packer.backend_on("auto", 4)[:2]
     if request.param == "triton":
         triton = pytest.importorskip("minichunk.attention.triton_backend")
         if not triton.INTERPRETED:
@@ -200,8 +199,8 @@ def test_whatever_is_typed_nothing_reaches_outside():
 @pytest.mark.gpu
 def test_a_gpu_lives_through_whatever_is_typed_and_says_what_the_cpu_says():
     """Where two rows share a slot either may win, so those are run and not compared."""
-    cpu, cuda, rng, compared = torch.device("cpu"), torch.device("cuda"), random.Random(2), 0
-    backends = (make_backend("torch", cpu), cpu), (make_backend("auto", cuda), cuda)
+    rng, compared, backends = random.Random(2), 0, [packer.backend_on(device, 4)[:2] for device in ("cpu", "auto")]
+    assert [on.type for _, on in backends] == ["cpu", "cuda"]
     for _ in range(200):
         edits = any_edits(rng)
         ints = packer.edited(EXAMPLE, edits)

@@ -216,8 +216,9 @@ def is_wrong(error: float | None) -> bool:
     return error is None or error > TOLERANCE
 
 
+@lru_cache
 def backend_on(device: str, block_size: int) -> tuple[AttentionBackend, torch.device, str]:
-    """(the backend, its device, both in words) for "cpu" or "auto": the GPU where there is one.
+    """(the backend, its device, both in words) for "cpu" or "auto": the GPU where there is one. Chosen once.
 
     Raises ValueError when that GPU cannot serve.
     """
