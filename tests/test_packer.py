@@ -228,6 +228,16 @@ def test_lab_packer_stays_a_function():
     for bad in (0, 65, 16.0):
         with pytest.raises(ValueError, match=r"budget must be a whole number in 1…64"):
             lab.packer(bad)
+    with pytest.raises(ValueError, match="device must be one of auto, cpu, got 'cuda'"):
+        lab.packer(device="cuda")
+
+
+def test_it_says_where_run_computes(monkeypatch):
+    monkeypatch.setattr(packer_widget.torch.cuda, "is_available", lambda: True)
+    assert [lab.packer(device=d).setup["where"] for d in ("auto", "cpu")] == ["GPU", "CPU"]
+    w = lab.packer(device="cpu")
+    w.run()
+    assert w.status.endswith(" · torch on the CPU, float32")
 
 
 def test_what_computes_needs_no_widget(run_python):

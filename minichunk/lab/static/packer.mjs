@@ -224,7 +224,7 @@ class PackerApp extends Widget {
     this.sending = 0;
     this.say("running the attention …");
     this.busy = this.store.run(this.state);
-    this.timer = setTimeout(() => this.say("no answer yet: the kernel is busy with a cell, or gone. All but Run goes on."), 8000);
+    this.timer = setTimeout(() => this.say(`no answer yet: ${this.setup.where === "GPU" ? "a first run compiles for the GPU, or " : ""}the kernel is busy with a cell, or gone. All but Run goes on.`), 8000);
     this.draw();
   }
 

@@ -747,7 +747,6 @@ class App extends Widget {
   /** Opens or closes the block pane, of both runs. */
   fold(open) {
     for (const view of this.views) view.blocks.open = open;
-    this.paint = null; // its canvases have another room now
     this.draw();
   }
 
