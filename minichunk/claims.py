@@ -254,10 +254,10 @@ def one_call_on_an_h200() -> dict:
     """µs of one layer's attention: 2 × 512 chunks and 30 decodes at 2,048, 32 query and 8 KV heads of 128."""
     mixed = next(v for name, v in _kernels().items() if name.startswith("2×512"))
     return {
-        "flash_attn_us": float(mixed["flash-attn varlen"]),
-        "flashinfer_prefill_us": float(mixed["flashinfer prefill fa2"]),
-        "flashinfer_batch_us": float(mixed["flashinfer BatchAttention"]),
-        "flash_attn_over_batch": mixed["flash-attn varlen"] / mixed["flashinfer BatchAttention"],
+        "flash_attn_us": float(mixed["flash_attn"]),
+        "flashinfer_prefill_us": float(mixed["flashinfer:fa2"]),
+        "flashinfer_batch_us": float(mixed["flashinfer:batch"]),
+        "flash_attn_over_batch": mixed["flash_attn"] / mixed["flashinfer:batch"],
     }
 
 
@@ -873,8 +873,8 @@ def varlen_removes_padding() -> dict:
     rows = sum(n for _, n in BATCH)
     long = next(v for name, v in _kernels().items() if name.startswith("1×2048"))
     return {
-        "packed_rows": rows, "padded_rows": len(BATCH) * 512, "flash_attn_us": float(long["flash-attn varlen"]),
-        "flashinfer_batch_us": float(long["flashinfer BatchAttention"]),
+        "packed_rows": rows, "padded_rows": len(BATCH) * 512, "flash_attn_us": float(long["flash_attn"]),
+        "flashinfer_batch_us": float(long["flashinfer:batch"]),
     }  # fmt: skip
 
 

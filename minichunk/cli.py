@@ -94,10 +94,10 @@ def attach(name: str, target: str, help: str) -> None:
 
 # One line a command.
 attach("bench", "minichunk.bench.command:app", "Measure kernels, steps and serving; one JSON a run.")
+attach("record", "minichunk.bench.command:record", "Make data/recorded again on this GPU.")
 attach(
     "lab", "minichunk.lab.command:lab", "Copy the notebooks to my/ on first use, and open JupyterLab on one of them."
 )
-attach("bench", "minichunk.bench.command:app", "Measure: serving, kernels, peers; one JSON a run.")
 attach("warmup", "minichunk.warmup:warmup", "Compile a model and capture its CUDA graphs, with a progress bar.")
 attach("simulate", "minichunk.cli_simulate:simulate_command", "A trace through the scheduler on a virtual clock.")
 attach(

@@ -45,7 +45,7 @@ class Engine:
 
     model: "smollm2", "tiny", "random:llama-3-8b", a hub id, a folder, or a transformers model object, which is left
         untouched: the engine runs a twin with the same weights.
-    attention: auto, torch, triton, or a backend object. device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16.
+    attention: auto, torch, triton, flash_attn, flashinfer, or a backend object (attention.explain() says what runs and why). device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16.
     policy: mixed, prefill_first, whole_prompt, leftover, share(x), a Policy, or a function
         plan_step(running, waiting, budget, chunk_size) → [(request, length), …].
     max_batch_tokens: the budget of a step in tokens. chunk_size: most tokens of one request a step.
@@ -100,7 +100,7 @@ class Engine:
         limits = Limits.of(policy, loaded.max_model_len, max_batch_tokens, chunk_size, max_requests, max_model_len)
         self.model, self.tokenizer, self.vocab_size = loaded.model, loaded.tokenizer, loaded.vocab_size
         self.eos_token_ids, self.max_model_len = frozenset(loaded.eos_token_ids), limits.max_model_len
-        self.attention = make_backend(attention, device) if isinstance(attention, str) else attention
+        self.attention = make_backend(attention, device, graphs != "off") if isinstance(attention, str) else attention
         if num_blocks is None:
             num_blocks = (
                 fitting_blocks(loaded.layers, block_size, dtype, device, gpu_memory, limits)
@@ -111,7 +111,7 @@ class Engine:
             loaded, self.attention, num_blocks, block_size, dtype, device, compile, graphs, isinstance(model, (str, os.PathLike)), overlap,
             make_buckets(limits.max_requests, limits.max_batch_tokens, num_blocks_needed(limits.max_model_len, block_size)),
         )  # fmt: skip
-        verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device))
+        verify(loaded, self.attention if isinstance(attention, str) else make_backend("torch", device), block_size)
         self.pool = pool if pool is not None else BlockPool(num_blocks, block_size, prefix_cache)
         self.scheduler = Scheduler(
             self.pool, policy, limits.max_batch_tokens, chunk_size, limits.max_requests, block_size

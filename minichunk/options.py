@@ -88,10 +88,10 @@ def fitting_blocks(layers, block_size: int, dtype: torch.dtype, device: torch.de
     return min(fitting, limits.max_requests * num_blocks_needed(limits.max_model_len, block_size))
 
 
-def verify(loaded: Loaded, attention: AttentionBackend) -> None:
+def verify(loaded: Loaded, attention: AttentionBackend, block_size: int) -> None:
     """A short mixed batch must match the model's own dense forward, or the model is refused. A learner's own attention
     may be wrong, the model must not be: it is then tried with the reference."""
-    small = ModelRunner(loaded.model, loaded.layers, attention, num_blocks=64, block_size=4)
+    small = ModelRunner(loaded.model, loaded.layers, attention, max(8, 256 // block_size), block_size)
     families.verify(loaded.model, loaded.layers, lambda sequences, steps: chunk_logits(small, sequences, steps))
 
 

@@ -27,6 +27,7 @@ from statistics import NormalDist
 import numpy as np
 
 from minichunk.paths import data_path
+from minichunk.record import BadRunFile, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,13 @@ def source_named(name: str) -> Source:
 
 
 def read(path: str | Path) -> list[TraceRequest]:
-    """Reads a trace; the format is known from its header (csv) or its ending (.jsonl, .json).
+    """Reads a trace; the format is known from its header (csv) or its ending (.jsonl, .json, .json.gz: a saved Run).
 
     Files without arrivals get arrival 0 for all. Raises BadTrace with line and column, FileNotFoundError.
     """
     path = Path(path)
+    if path.suffix == ".gz":
+        return _read_run(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -214,6 +217,17 @@ def _read_triples(path: Path, text: str) -> list[TraceRequest]:
             TraceRequest(float(row[0]), *(_count(v, f"{where}, column {c}") for c, v in ((2, row[1]), (3, row[2]))))
         )
     return requests
+
+
+def _read_run(path: Path) -> list[TraceRequest]:
+    """The requests of a Run (record.py), from the first one's arrival on."""
+    try:
+        records = sorted(Run.load(path).requests.values(), key=lambda r: r.arrival)
+    except BadRunFile as error:
+        raise BadTrace(str(error)) from error
+    if not all(r.output_ids for r in records):
+        raise BadTrace(f"{path}: holds a request without an answer, so its length is unknown")
+    return [TraceRequest(r.arrival - records[0].arrival, len(r.prompt_ids), len(r.output_ids)) for r in records]
 
 
 def download(name: str, folder: str | Path = ".", timeout: float = 30) -> Path:

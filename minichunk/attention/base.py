@@ -83,16 +83,34 @@ class AttentionBackend(Protocol):
         """One line: which kernel ran for the last planned batch, and why."""
 
 
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`: torch, or triton (needs the `triton` package; on a CPU only in its interpreter)."""
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    if name == "torch":
+def make_backend(name: str, device: torch.device, graphs: bool = True) -> AttentionBackend:
+    """The backend called `name`: torch, triton (needs the `triton` package; on a CPU only in its interpreter), flash_attn,
+    flashinfer, flashinfer:PATH (flashinfer_backend.py), or auto, which on a CUDA device chooses by the kind of batch, and
+    by whether steps run as CUDA graphs."""
+    name, _, path = name.partition(":")
+    if name == "auto" and not path:
+        if device.type == "cuda":
+            from minichunk.attention.auto import AutoAttention
+
+            return AutoAttention(graphs)
+        name = "torch"
+    if name == "flashinfer":
+        from minichunk.attention.flashinfer_backend import FlashInferAttention
+
+        return FlashInferAttention(path) if path else FlashInferAttention()
+    if name == "torch" and not path:
         from minichunk.attention.torch_backend import TorchAttention
 
         return TorchAttention()
-    if name == "triton":
+    if name == "triton" and not path:
         from minichunk.attention.triton_backend import TritonAttention
 
         return TritonAttention()
-    raise ValueError(f"attention must be auto, torch, triton or a backend object, got {name!r}")
+    if name == "flash_attn" and not path:
+        from minichunk.attention.flash_attn_backend import FlashAttention
+
+        return FlashAttention()
+    raise ValueError(
+        f"attention must be auto, torch, triton, flash_attn, flashinfer, flashinfer:PATH or a backend object, "
+        f"got {f'{name}:{path}' if path else name!r}"
+    )

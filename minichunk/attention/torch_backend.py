@@ -75,8 +75,7 @@ class TorchAttention:
             )
 
     def append_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: StepMeta) -> None:
-        key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, meta.slot_mapping, key)
-        value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, meta.slot_mapping, value)
+        append_kv(key, value, key_cache, value_cache, meta.slot_mapping)
 
     def attend(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, meta: StepMeta, layer: LayerSpec, sinks: Tensor | None = None,
@@ -127,6 +126,12 @@ class TorchAttention:
             f"torch: {sum(p.query_len > 1 for p in self._parts)} prompt chunks in a call each, "
             f"{sum(singles)} single rows in {len(singles)} padded calls (the reference; runs everywhere)"
         )
+
+
+def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Scatters key, value [T, kv_heads, d] to slots of the caches [blocks, block_size, kv_heads, d]."""
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slot_mapping, key)
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
 def _softmax_attention(

@@ -22,7 +22,9 @@ Out = Annotated[Path | None, typer.Option(help="Write the JSON here instead of t
 def serve(
     model: Annotated[str, typer.Option(help="smollm2, a folder, random:llama-3-8b, …")] = "smollm2",
     trace: Annotated[str | None, typer.Option(help="A trace file or a name from `minichunk workloads`: replay its arrivals.")] = None,
-    peer: Annotated[str | None, typer.Option(help="transformers: the same prompts through its continuous batching.")] = None,
+    peer: Annotated[str | None, typer.Option(help="transformers: the same requests through its continuous batching.")] = None,
+    max_requests: Annotated[int, typer.Option(min=1, help="With --trace: requests running at once, at most.")] = 256,
+    overlap: Annotated[bool | None, typer.Option(help="With --trace: plan a step while the last one runs (default: on a GPU).")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="How many (default 16, or the whole trace).")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="With --trace: policies to compare (repeatable).")] = None,
     budget: Annotated[list[int] | None, typer.Option(min=1, help="Tokens a step (repeatable with --trace).")] = None,
@@ -37,7 +39,15 @@ def serve(
     from minichunk.bench import serve as room
 
     if trace is not None:
-        result = room.serve(model, trace, policy or ["mixed"], budget or [1024], requests, slo, keep)
+        if peer not in (None, "transformers"):
+            raise typer.BadParameter(f"--peer knows transformers, got {peer!r}")
+        options = {"max_requests": max_requests} | ({} if overlap is None else {"overlap": overlap})
+        try:
+            result = room.serve(
+                model, trace, policy or ["mixed"], budget or [1024], requests, slo, keep, peer, **options
+            )
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
     elif peer == "transformers":
         result = sides.compare(
             model, requests or 16, max_tokens=max_tokens, budget=(budget or [512])[0], threads=threads
@@ -86,10 +96,35 @@ def offline(
 @app.command()
 def kernels(
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each contender, order balanced.")] = 30,
+    table: Annotated[Path | None, typer.Option(help="Also put this card's row into this table, which attention='auto' reads.")] = None,
     out: Out = None,
-):
+):  # fmt: skip
     """Attention on the GPU: ours, FlashInfer's and flash-attn's where they are installed, beside the roof."""
     from minichunk.bench import kernels as room
     from minichunk.bench.peer import write_json
 
-    write_json(room.run(None, rounds), out)
+    result = room.run(rounds)
+    if table:
+        room.write_table(result, table)
+    write_json(result, out)
+
+
+def record(
+    folder: Annotated[Path, typer.Argument(help="Where the files go, e.g. data/recorded/h200.")],
+    trace: Annotated[str, typer.Option(help="The trace to serve: a file, or a name from `minichunk workloads`.")],
+    only: Annotated[list[str] | None, typer.Option(help="kernels, steps, free_lunch, offline, serve (repeatable; default all).")] = None,
+):  # fmt: skip
+    """Makes the measurements of data/recorded again on this GPU: a fresh process each, some minutes each."""
+    import torch
+
+    from minichunk.bench import record as room
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("recording needs a CUDA device; `minichunk doctor` says what is missing")
+    try:
+        failed = room.record(folder, trace, only)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}; their messages stand above", err=True)
+        raise typer.Exit(1)

@@ -10,11 +10,9 @@ in a large bf16 product and in a copy.
 from __future__ import annotations
 
 import json
-import subprocess
+import math
 import sys
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Callable
 
@@ -22,7 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minichunk.attention.base import LayerSpec, StepMeta
+from minichunk.attention.auto import kind_of
+from minichunk.attention.base import LayerSpec, StepMeta, Unsupported, make_backend
+from minichunk.attention.trial import scattered
+from minichunk.bench.machine import about
 
 FLOPS, BYTES = 790e12, 4.3e12  # per second
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3-8B
@@ -45,41 +46,20 @@ def roof_us(sizes: list[tuple[int, int]]) -> float:
 
 
 class Case:
-    """One batch on the card: metadata, and enough KV buffers and queries that each call finds cold ones."""
+    """One batch on the card: its integers, and enough KV buffers and queries that each call finds cold ones."""
 
     def __init__(self, sizes: list[tuple[int, int]], block_size: int, seed: int = 0):
         self.sizes, self.block_size = sizes, block_size
-        rng = np.random.default_rng(seed)
-        counts = [-(-k // block_size) for _, k in sizes]
-        self.num_blocks = sum(counts)
-        ids = rng.permutation(self.num_blocks).astype(np.int32)
-        starts = np.cumsum([0, *counts])
-        tables = np.zeros((len(sizes), max(counts)), np.int32)
-        for i, n in enumerate(counts):
-            tables[i, :n] = ids[starts[i] : starts[i + 1]]
-        rows, keys = np.array(sizes).T
-        cu = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-        slots = [tables[i, p // block_size].astype(np.int64) * block_size + p % block_size
-                 for i, (q, k) in enumerate(sizes) for p in [np.arange(k - q, k)]]  # fmt: skip
-        put = lambda a: torch.from_numpy(a).cuda()  # noqa: E731
-        self.meta = StepMeta(
-            put(cu),
-            put(keys.astype(np.int32)),
-            put(tables),
-            put(np.concatenate(slots)),
-            int(rows.max()),
-            int(keys.max()),
-        )
-        self.kv_indptr = put(starts.astype(np.int32))
-        self.kv_indices = put(ids)
-        self.last_page_len = put(((keys - 1) % block_size + 1).astype(np.int32))
-        self.cu_seqlens_k = put(np.concatenate([[0], np.cumsum(keys)]).astype(np.int32))
-        shape = (self.num_blocks, block_size, KV_HEADS, HEAD_DIM)
+        self.batch, tables = scattered([(k - q, q) for q, k in sizes], block_size)
+        self.meta = StepMeta.of(self.batch, "cuda")
+        shape = (1 + max(map(max, tables)), block_size, KV_HEADS, HEAD_DIM)
         pool_bytes = 4 * int(np.prod(shape))
         self.buffers = max(2, -(-300_000_000 // pool_bytes))
         draw = torch.Generator("cuda").manual_seed(seed)
         make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16, generator=draw)  # noqa: E731
-        self.inputs = [(make(int(cu[-1]), HEADS, HEAD_DIM), make(*shape), make(*shape)) for _ in range(self.buffers)]
+        self.inputs = [
+            (make(self.batch.num_tokens, HEADS, HEAD_DIM), make(*shape), make(*shape)) for _ in range(self.buffers)
+        ]
 
     def error(self, out: Tensor, buffer: int = 0) -> float:
         """Largest difference from float64 attention over some rows: each sequence's first, last and one between."""
@@ -100,91 +80,24 @@ class Case:
 
 
 # ------------------------------------------------------------------------------------------ contenders
-# Each: Case → a function (query, key_cache, value_cache) → out, ready to be captured; None: not for this batch.
+
+CONTENDERS = {  # name for make_backend: block size
+    "triton": 16,
+    "flashinfer:default": 16,  # one prefill wrapper with backend="auto": fa3 on Hopper
+    "flashinfer:fa2": 16,
+    "flashinfer:split": 16,
+    "flashinfer:split_fa3": 16,
+    "flashinfer:batch": 16,
+    "flash_attn": 256,
+}
 
 
-def ours(**options) -> Callable:
-    from minichunk.attention.triton_backend import TritonAttention
-
-    def ready(case: Case) -> Callable:
-        backend = TritonAttention(**options)
-        backend.plan(case.meta)
-        return lambda q, k, v: backend.attend(q, k, v, case.meta, LAYER)
-
-    return ready
-
-
-def flashinfer_prefill(kind: str) -> Callable:
-    def ready(case: Case) -> Callable:
-        import flashinfer
-
-        space = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=kind)
-        wrapper.plan(
-            case.meta.cu_seqlens_q, case.kv_indptr, case.kv_indices, case.last_page_len, HEADS, KV_HEADS, HEAD_DIM,
-            case.block_size, causal=True, sm_scale=LAYER.scale, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-        )  # fmt: skip
-        return lambda q, k, v: wrapper.run(q, (k, v))
-
-    return ready
-
-
-def flashinfer_decode(case: Case) -> Callable | None:
-    import flashinfer
-
-    if case.meta.max_seqlen_q > 1:
-        return None
-    space = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
-    wrapper.plan(
-        case.kv_indptr, case.kv_indices, case.last_page_len, HEADS, KV_HEADS, HEAD_DIM, case.block_size,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, sm_scale=LAYER.scale,
-    )  # fmt: skip
-    return lambda q, k, v: wrapper.run(q, (k, v))
-
-
-def flashinfer_batch(case: Case) -> Callable:
-    import flashinfer
-
-    wrapper = flashinfer.BatchAttention("NHD")
-    wrapper.plan(
-        case.meta.cu_seqlens_q, case.kv_indptr, case.kv_indices, case.meta.seq_lens_k, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM,
-        case.block_size, causal=True, sm_scale=LAYER.scale, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    return lambda q, k, v: wrapper.run(q, (k, v))[0]
-
-
-def flash_attn_varlen(case: Case) -> Callable:
-    from flash_attn import flash_attn_varlen_func
-
-    return lambda q, k, v: flash_attn_varlen_func(
-        q, k, v, case.meta.cu_seqlens_q, case.cu_seqlens_k, case.meta.max_seqlen_q, case.meta.max_seqlen_k,
-        softmax_scale=LAYER.scale, causal=True, block_table=case.meta.block_tables,
-    )  # fmt: skip
-
-
-def flash_attn_kvcache(case: Case) -> Callable | None:
-    from flash_attn import flash_attn_with_kvcache
-
-    if case.meta.max_seqlen_q > 1:
-        return None
-    return lambda q, k, v: flash_attn_with_kvcache(
-        q[:, None], k, v, cache_seqlens=case.meta.seq_lens_k, block_table=case.meta.block_tables,
-        softmax_scale=LAYER.scale, causal=True,
-    )[:, 0]  # fmt: skip
-
-
-def contenders() -> dict[str, tuple[int, Callable]]:
-    """name: (block size, contender)."""
-    return {
-        "triton": (16, ours()),
-        "flashinfer prefill fa2": (16, flashinfer_prefill("fa2")),
-        "flashinfer prefill fa3": (16, flashinfer_prefill("fa3")),
-        "flashinfer decode, tensor cores": (16, flashinfer_decode),
-        "flashinfer BatchAttention": (16, flashinfer_batch),
-        "flash-attn varlen": (256, flash_attn_varlen),
-        "flash-attn with_kvcache": (256, flash_attn_kvcache),
-    }
+def contender(name: str, case: Case) -> Callable:
+    """(query, key_cache, value_cache) → out on this batch, planned, ready to be captured. Raises Unsupported."""
+    backend = make_backend(name, torch.device("cuda"))
+    backend.check([LAYER], case.block_size, torch.bfloat16, torch.device("cuda"))
+    backend.plan(case.meta)
+    return lambda q, k, v: backend.attend(q, k, v, case.meta, LAYER)
 
 
 # ------------------------------------------------------------------------------------------- measuring
@@ -229,11 +142,9 @@ class Ready:
     keep: tuple = ()  # what a graph reads must live as long as the graph
 
 
-def prepare(name: str, ready: Callable, case: Case) -> Ready | None:
+def prepare(name: str, case: Case) -> Ready:
     """Checks the contender on the first and last buffer (a failing one is an error), then captures it."""
-    run = ready(case)
-    if run is None:
-        return None
+    run = contender(name, case)
     outs = [(run(*case.inputs[i]).clone(), i) for i in (0, case.buffers - 1)]
     error = max(case.error(out, i) for out, i in outs)
     if not error < 0.02:
@@ -259,58 +170,34 @@ def measure(entries: list[Ready], rounds: int, replays: int = 5) -> dict[str, li
 
 
 def summary(times: list[float]) -> dict:
-    low, median, high = np.percentile(times, [5, 50, 95])
+    low, median, high = np.percentile(times, [5, 50, 95]).tolist()
     return {"p5": round(low, 2), "median": round(median, 2), "p95": round(high, 2)}
 
 
-def environment() -> dict:
-    """Versions, card and clocks, as they are at this moment."""
-    packages = {}
-    for name in ("torch", "triton", "flashinfer-python", "flash-attn"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = None
-    fields = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    card = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": sys.argv, "python": sys.version.split()[0],
-        **packages, "card": torch.cuda.get_device_name(), "nvidia-smi": {"fields": fields, "after": card.stdout.strip()},
-    }  # fmt: skip
-
-
-def run(out: Path | None, rounds: int = 30, only: list[str] | None = None) -> dict:
-    """All contenders that can be imported (or `only` these) on all batches. Writes the JSON to `out`, returns it.
+def run(rounds: int = 30, only: list[str] | None = None) -> dict:
+    """All contenders that are installed (or `only` these) on all batches.
 
     RuntimeError without a CUDA device, or when our result is wrong; others that fail are listed under "absent".
     """
     if not torch.cuda.is_available():
         raise RuntimeError("bench kernels times CUDA kernels: no CUDA device is here")
-    chosen = {n: c for n, c in contenders().items() if only is None or n in only}
+    chosen = {n: size for n, size in CONTENDERS.items() if only is None or n in only}
     result: dict = {"heads": [HEADS, KV_HEADS, HEAD_DIM], "dtype": "bfloat16", "unit": "µs a call", "batches": {}}
-    absent: dict[str, dict] = {}
+    absent: dict[str, str] = {}
     for name, sizes in BATCHES.items():
-        cases = {size: Case(sizes, size) for size in sorted({size for size, _ in chosen.values()})}
+        cases = {size: Case(sizes, size) for size in sorted(set(chosen.values()))}
         entries = []
-        for contender, (size, ready) in chosen.items():
+        for one, size in chosen.items():
             try:
-                entry = prepare(contender, ready, cases[size])
-            except (
-                ImportError,
-                RuntimeError,
-            ) as error:  # not installed, will not compile, or wrong: said in the result
-                if contender == "triton":
+                entries += [] if one in absent else [prepare(one, cases[size])]
+            except (Unsupported, RuntimeError) as error:  # not installed, will not compile, or wrong
+                if one == "triton":
                     raise
-                absent.setdefault(contender, {})[name] = str(error)[:300]
-                continue
-            if entry is not None:
-                entries.append(entry)
+                absent[one] = str(error)[:300]
         times = measure(entries, rounds)
         roof = roof_us(sizes)
         result["batches"][name] = {
-            "roof": round(roof, 1), "buffers": {size: case.buffers for size, case in cases.items()},
+            "kind": kind_of(cases[16].meta), "roof": round(roof, 1), "buffers": {size: case.buffers for size, case in cases.items()},
             "contenders": {
                 e.name: {
                     **summary(times[e.name]), "of_roof": round(roof / float(np.median(times[e.name])), 3), "graph": e.graph,
@@ -326,11 +213,21 @@ def run(out: Path | None, rounds: int = 30, only: list[str] | None = None) -> di
             )
         del cases, entries
         torch.cuda.empty_cache()
-    result |= {"absent": absent, **environment()}
-    text = json.dumps(result, ensure_ascii=False, indent=1)
-    out.write_text(text + "\n", encoding="utf-8") if out else print(text)
-    return result
+    return {**about(), **result, "absent": absent}
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+def shares(result: dict) -> dict[str, dict[str, float]]:
+    """{kind of batch: {contender: share of the roof}}: the geometric mean over the batches of the kind."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for batch in result["batches"].values():
+        for name, figures in batch["contenders"].items():
+            found.setdefault(batch["kind"], {}).setdefault(name, []).append(figures["of_roof"])
+    mean = lambda values: round(math.exp(sum(map(math.log, values)) / len(values)), 3)  # noqa: E731
+    return {kind: {name: mean(values) for name, values in row.items()} for kind, row in found.items()}
+
+
+def write_table(result: dict, path: Path) -> None:
+    """Puts this card's row into the table that attention="auto" reads (data/attention.json)."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    table[result["card"]] = {"date": result["date"], **shares(result)}
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

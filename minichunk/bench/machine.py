@@ -24,7 +24,7 @@ def about() -> dict:
     import torch
 
     found = {}
-    for name in ("minichunk", "torch", "triton", "transformers", "flash-attn", "numpy"):
+    for name in ("minichunk", "torch", "triton", "transformers", "flashinfer-python", "flash-attn", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -51,7 +51,10 @@ def compare(
         for side in ("minichunk", peer, peer, "minichunk"):
             loads.append(os.getloadavg()[0])
             readings[side].append(_fresh(side, spec))
-            print(f"{side:13} {readings[side][-1]['tokens_per_s']:7.2f} tokens/s   (load before: {loads[-1]:.2f})", file=sys.stderr)
+            print(
+                f"{side:13} {readings[side][-1]['tokens_per_s']:7.2f} tokens/s   (load before: {loads[-1]:.2f})",
+                file=sys.stderr,
+            )
         if all(_spread(r) <= AGREE for r in readings.values()):
             break
         print("two readings of one side differ by more than 10%: once more", file=sys.stderr)
@@ -82,7 +85,10 @@ def _fresh(side: str, spec: dict) -> dict:
     """One reading in a process of its own."""
     env = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "minichunk.bench.peer", side, json.dumps(spec)], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "minichunk.bench.peer", side, json.dumps(spec)],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"the {side} side ended with code {done.returncode}; its message stands above")
@@ -129,7 +135,10 @@ def _generate_batch(model, prompts, config, limits: dict):
     from transformers.generation import ContinuousBatchingConfig
 
     return model.generate_batch(
-        inputs=prompts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**limits), progress_bar=False
+        inputs=prompts,
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(**limits),
+        progress_bar=False,
     )
 
 
@@ -140,7 +149,14 @@ def _one_side(side: str, spec: dict) -> dict:
     tokens, seconds, more = {"minichunk": _minichunk, "transformers": _transformers}[side](spec)
     count = sum(map(len, tokens))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"seconds": seconds, "output_tokens": count, "tokens_per_s": count / seconds, "peak_bytes": peak, "tokens": tokens, **more}
+    return {
+        "seconds": seconds,
+        "output_tokens": count,
+        "tokens_per_s": count / seconds,
+        "peak_bytes": peak,
+        "tokens": tokens,
+        **more,
+    }
 
 
 def write_json(result: dict, path: Path | None) -> None:

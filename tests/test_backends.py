@@ -1,0 +1,261 @@
+"""Which backend runs, why, and what is said when one cannot: on a CPU, with packages that are made up.
+
+tests/test_gpu_backends.py runs the real ones on a card.
+"""
+
+import logging
+import sys
+from dataclasses import replace
+
+import fake_flashinfer
+import pytest
+import torch
+
+from minichunk import Engine, SamplingParams
+from minichunk.attention import LayerSpec, StepMeta, Unsupported, auto, flashinfer_backend, make_backend, trial
+from minichunk.attention.auto import AutoAttention, kind_of
+from minichunk.attention.flash_attn_backend import FlashAttention
+from minichunk.attention.flashinfer_backend import obstacle
+from minichunk.attention.torch_backend import TorchAttention
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def spec(heads=4, kv_heads=2, head_dim=64, **more):
+    return LayerSpec(**{**dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, scale=head_dim**-0.5), **more})  # fmt: skip
+
+
+# --- FlashInfer ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(capability=(7, 0)), "compute capability 7.5 or above, this card has 7.0"),
+        (dict(version=None), "flashinfer is not installed: pip install flashinfer-python"),
+        (dict(version="0.2.5"), "flashinfer 0.2.5 is too old, at least 0.6.13 is needed"),
+        (dict(module=None), "does not load beside torch"),
+        (dict(tools=()), "no nvcc is here"),
+        (dict(tools=("nvcc",)), "no ninja is here: pip install ninja"),
+        (dict(), None),
+    ],
+)
+def test_what_keeps_flashinfer_from_running_is_said(monkeypatch, change, said):
+    given = (
+        dict(capability=(9, 0), version="0.6.14.post1", module=fake_flashinfer.module, tools=("nvcc", "ninja")) | change
+    )
+
+    def version(name):
+        if given["version"] is None:
+            raise flashinfer_backend.PackageNotFoundError
+        return given["version"]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: given["capability"])
+    monkeypatch.setattr(flashinfer_backend, "version", version)
+    monkeypatch.setitem(sys.modules, "flashinfer", given["module"])  # None: the import fails
+    monkeypatch.setattr(
+        flashinfer_backend.shutil, "which", lambda name, path=None: name if name in given["tools"] else None
+    )
+    found = obstacle("split", CUDA)
+    assert said in found if said else found is None
+
+
+def test_fa3_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert "compute capability 9.0 (Hopper), this card has 8.0" in obstacle("split_fa3", CUDA)
+
+
+# --- flash-attn ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "block_size, dtype, layer, capability, said",
+    [
+        (16, torch.bfloat16, spec(), (9, 0), "multiples of 256 slots, not of 16: give the engine block_size=256"),
+        (300, torch.bfloat16, spec(), (9, 0), "block_size=512"),
+        (256, torch.float16, spec(), (9, 0), "tested here in bfloat16, not torch.float16"),
+        (256, torch.bfloat16, spec(head_dim=96), (9, 0), r"layer 0.*\(64, 128\).*96"),
+        (256, torch.bfloat16, spec(has_sinks=True), (9, 0), "no sinks"),
+        (256, torch.bfloat16, spec(), (7, 5), "8.0 or above, this card has 7.5"),
+        (256, torch.bfloat16, spec(), (9, 0), "flash_attn is not installed"),
+    ],
+)
+def test_flash_attn_refuses_by_name(monkeypatch, block_size, dtype, layer, capability, said):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(Unsupported, match=said):
+        FlashAttention().check([layer], block_size, dtype, CUDA)
+
+
+def test_cuda_backends_refuse_a_cpu():
+    for name in ("flash_attn", "flashinfer", "flashinfer:batch"):
+        with pytest.raises(Unsupported, match="CUDA device, not on cpu: use attention='torch'"):
+            make_backend(name, CPU).check([spec()], 256, torch.bfloat16, CPU)
+
+
+def test_names_of_backends():
+    assert make_backend("auto", CPU).name == "torch" and make_backend("flashinfer:fa3", CPU).path == "fa3"
+    for name in ("flash", "torch:x", "auto:split", "flashinfer:x", ""):
+        with pytest.raises(ValueError, match="got|one of"):
+            make_backend(name, CPU)
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------------
+
+
+class Odd(TorchAttention):
+    """The reference with a fault in one kind of batch."""
+
+    name = "odd"
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def attend(self, query, key_cache, value_cache, meta, layer, sinks=None):
+        return self.fault(super().attend(query, key_cache, value_cache, meta, layer, sinks), meta)
+
+
+def test_a_trial_passes_what_is_right_and_names_what_is_not():
+    device, layers = CPU, [spec(), spec(sliding_window=7), spec(has_sinks=True)]
+    trial.trial(TorchAttention(), layers, 16, torch.float32, device)
+    trial.trial(TorchAttention(), layers, 256, torch.bfloat16, device)
+
+    def fails(out, meta):
+        raise RuntimeError("\n\nNinja build failed\nmore")
+
+    def last_row_wrong(out, meta):
+        out[-1] += 0.2 * (meta.max_seqlen_q == 1)
+        return out
+
+    def nothing(out, meta):
+        return out * torch.nan
+
+    for fault, said in [
+        (fails, r"odd failed on a small batch \(decodes\): RuntimeError: Ninja build failed$"),
+        (last_row_wrong, r"odd is wrong on a small batch \(decodes, head size 64\): it differs .* by 0.2"),
+        (nothing, "by inf"),
+    ]:
+        with pytest.raises(Unsupported, match=said):
+            trial.trial(Odd(fault), [spec()], 16, torch.float32, device)
+
+
+# --- auto -------------------------------------------------------------------------------------------------------------------
+
+
+class Kernel(TorchAttention):
+    """A backend by another name, which may refuse, or fail in a plan."""
+
+    def __init__(self, name, refuses=None, graph_safe=False):
+        super().__init__()
+        self.name, self.refuses, self.graph_safe, self.breaks, self.asked = name, refuses, graph_safe, False, 0
+
+    def check(self, layers, block_size, dtype, device):
+        self.asked += 1
+        if self.refuses:
+            raise Unsupported(self.refuses)
+
+    def plan(self, meta):
+        if self.breaks:
+            raise RuntimeError("no kernel image\nfor this device")
+        super().plan(meta)
+
+    def explain(self):
+        return f"{self.name} ran"
+
+
+TABLE = {
+    "decodes": {"triton": 0.9, "flash_attn": 1.0, "flashinfer:batch": 0.8},
+    "prompts": {"triton": 0.5, "flashinfer:fa3": 0.6},
+    "mixed": {"triton": 0.5, "flashinfer:batch": 0.7, "flash_attn": 0.2},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """name → Kernel, which auto gets when it asks for that name; all serve until a test says otherwise."""
+    made = {name: Kernel(name, graph_safe=name == "triton") for name in ("triton", "flash_attn", "flashinfer:batch", "flashinfer:fa3", "torch")}  # fmt: skip
+    monkeypatch.setattr(auto, "make_backend", lambda name, device: made[name])
+    monkeypatch.setattr(auto, "table", lambda card: (TABLE, "measured on a card, 2026-01-01"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    return made
+
+
+def ask(backend):
+    backend.check([spec()], 16, torch.float32, CPU)
+    return backend
+
+
+def meta_of(*sizes):
+    return StepMeta.of(trial.scattered(list(sizes), 16)[0], CPU)
+
+
+DECODES, PROMPTS, MIXED = meta_of((5, 1), (7, 1)), meta_of((0, 4), (0, 7)), meta_of((5, 1), (0, 7))
+
+
+def test_the_kind_of_a_batch():
+    assert [kind_of(m) for m in (DECODES, PROMPTS, MIXED)] == ["decodes", "prompts", "mixed"]
+    captured = StepMeta(*[torch.zeros(1)] * 4, 64, 64)
+    assert kind_of(captured) == "mixed" and kind_of(replace(captured, max_seqlen_q=1)) == "decodes"
+
+
+def test_with_graphs_auto_takes_the_one_that_a_graph_can_replay(kernels):
+    chosen = ask(AutoAttention(graphs=True))
+    assert chosen.name == "triton" and chosen.graph_safe
+    assert "triton for decodes, prompts, mixed (the only one that a CUDA graph can replay" in chosen.explain()
+    assert sum(k.asked for k in kernels.values()) == 1  # nothing else was compiled or tried
+
+
+def test_without_graphs_auto_takes_the_best_of_the_table_for_each_kind(kernels):
+    chosen = ask(AutoAttention(graphs=False))
+    assert not chosen.graph_safe and chosen.name == "auto(flash_attn, flashinfer:fa3, flashinfer:batch)"
+    for meta, name in ((DECODES, "flash_attn"), (PROMPTS, "flashinfer:fa3"), (MIXED, "flashinfer:batch")):
+        chosen.plan(meta)
+        assert f"{name} ran" in chosen.explain() and "measured on a card" in chosen.explain()
+
+
+def test_what_refuses_is_passed_over_and_said_once(kernels, caplog):
+    kernels["flash_attn"].refuses = "blocks of 256"
+    kernels["flashinfer:batch"].refuses = "no nvcc"
+    with caplog.at_level(logging.WARNING):
+        chosen = ask(AutoAttention(graphs=False))
+    assert chosen.explain().startswith("auto: triton for decodes, mixed; flashinfer:fa3 for prompts")
+    assert "left out flash_attn: blocks of 256; left out flashinfer:batch: no nvcc" in chosen.explain()
+    assert [r.getMessage() for r in caplog.records] == ["attention: flash_attn left out: blocks of 256", "attention: flashinfer:batch left out: no nvcc"]  # fmt: skip
+    for kernel in kernels.values():
+        kernel.refuses = "not here" if kernel.name != "torch" else None
+    assert ask(AutoAttention(graphs=True)).name == "torch"  # it never refuses
+
+
+def test_a_plan_that_fails_in_a_run_gives_way_to_the_next(kernels, caplog):
+    chosen = ask(AutoAttention(graphs=False))
+    kernels["flashinfer:batch"].breaks = True
+    chosen.plan(MIXED)
+    assert "triton ran" in chosen.explain()
+    assert "left out flashinfer:batch: its plan failed: RuntimeError: no kernel image" in chosen.explain()
+    kernels["triton"].breaks = kernels["flash_attn"].breaks = kernels["torch"].breaks = True
+    with pytest.raises(RuntimeError, match="no kernel image"):  # the reference itself
+        chosen.plan(MIXED)
+
+
+def test_an_engine_lives_through_a_kernel_that_breaks(kernels, monkeypatch):
+    """The tokens are those of the reference, whatever auto had to leave out in between."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [[1, 2, 3], [4] * 40, [5, 6]]
+    with Engine("tiny", device="cpu", max_batch_tokens=16, max_requests=4) as engine:
+        wanted = [c.token_ids for c in engine.generate(prompts, params)]
+    chosen = AutoAttention(graphs=False)
+    with Engine("tiny", device="cpu", max_batch_tokens=16, max_requests=4, attention=chosen) as engine:
+        engine.generate([7], replace(params, max_tokens=2))
+        kernels["flashinfer:batch"].breaks = True
+        assert [c.token_ids for c in engine.generate(prompts, params)] == wanted
+        assert "left out flashinfer:batch" in engine.explain() and "left out" in engine.attention.explain()
+
+
+def test_the_table_names_kinds_and_backends_that_there_are():
+    shares, source = auto.table("a card that nobody measured")
+    assert "no figures for a card that nobody measured" in source
+    for kind in auto.KINDS:
+        assert "triton" in shares[kind] and all(0 < share < 1.2 for share in shares[kind].values())
+        for name in shares[kind]:
+            assert make_backend(name, CPU).name in (name, "torch")
