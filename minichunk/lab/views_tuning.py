@@ -15,7 +15,8 @@ from minichunk.record import Run
 
 
 def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both") -> go.Figure:
-    """P99 TBT against median TTFT, a mark a run (its budget beside it), a line through those that no other beats in both.
+    """P99 TBT against median TTFT, a mark a run, a line through those that no other beats in both, with the budget
+    beside them; hovering tells the others'.
 
     slo: the promise in seconds, drawn as a line.
     """
@@ -25,13 +26,15 @@ def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both
     ms = [(1e3 * x, 1e3 * y) for x, y in best]
     drawn.add_scatter(x=[x for x, _ in ms], y=[y for _, y in ms], mode="lines", name="the front", line={"color": look["ink"], "width": 2, "dash": "dot"})  # fmt: skip
     policies = dict.fromkeys(_name(run) for run in runs)
+    sides = {point: ("top right", "bottom left")[n % 2] for n, point in enumerate(best)}  # neighbours' labels lie apart
     for k, (policy, (symbol, _)) in enumerate(zip(policies, cycle(RUN_MARKS))):
         mine = [run for run in runs if _name(run) == policy]
         x, y = zip(*((1e3 * a, 1e3 * b) for a, b in (points[id(run)] for run in mine)))
         budgets = [f"{run.meta['max_batch_tokens']:,}" for run in mine]
+        side = [sides.get(points[id(run)]) for run in mine]
         drawn.add_scatter(
-            x=x, y=y, mode="markers+text", name=policy, text=budgets, textposition="top right", marker={"symbol": symbol, "size": 12, "color": _run_color(k + 1, theme), "line": {"width": 1, "color": look["ink"]}},
-            hovertemplate=policy + ", budget %{text}: P99 TBT %{x:.0f} ms, median TTFT %{y:.0f} ms<extra></extra>",
+            x=x, y=y, mode="markers+text", name=policy, customdata=budgets, text=[budget if on else "" for budget, on in zip(budgets, side)], textposition=[on or "top right" for on in side], marker={"symbol": symbol, "size": 12, "color": _run_color(k + 1, theme), "line": {"width": 1, "color": look["ink"]}},
+            hovertemplate=policy + ", budget %{customdata}: P99 TBT %{x:.0f} ms, median TTFT %{y:.0f} ms<extra></extra>",
         )  # fmt: skip
         for run, budget, a, b in zip(mine, budgets, x, y):
             on = " (on the front)" if points[id(run)] in best else ""

@@ -113,7 +113,7 @@ lab.reveal("20a", counted, lab.step_strip(continuous), text=said)
 
 The prompts were short so far. Now the rush hour of notebook 00: six people read their answers when a document of 571
 tokens comes in. The policy `prefill_first` serves a new prompt at once, whole, and alone in its step; vLLM did so for
-years. It sounds fair: the newcomer should not have to wait.
+years. It sounds fair: no newcomer waits.
 """
 
 # %%
@@ -140,7 +140,7 @@ lab.reveal("20c", mean(frozen.tbts) / usual, lab.ttft_tbt(frozen))
 
 # %% [markdown]
 """
-Each reader got 19 pauses, and 18 of them should have been fine. The mean spreads the bad one over all of them; in an answer ten
+Each reader got 19 pauses (TBT, time between tokens), and 18 of them should have been fine. The mean spreads the bad one over all of them; in an answer ten
 times as long it would hide ten times as well. But people do not feel a mean. They feel the moment at which the text
 stops. So engines are judged by the tail:
 
@@ -174,7 +174,7 @@ Return `(culprit, parts)`. `parts` is `{id: seconds}`: the time from one step's 
 step: from the gap's beginning; for the last: until the gap's end) belongs to that step, and is shared among its chunks
 by their length. So the parts sum to the gap. The culprit is the id with the largest part.
 
-Sharing by length is a convention, and a simple one; it is right where a step's time grows with its tokens.
+Sharing by length is a convention; it is right where a step's time grows with its tokens.
 """
 
 # %%
@@ -197,7 +197,7 @@ blame = lab.exercise("20.2", blame)
 
 # %% [markdown]
 """
-Ask it about the longest pause of request 0, in the run that you have just seen:
+Ask it about the longest pause of request 0:
 """
 
 # %%
@@ -214,7 +214,7 @@ The scrubber shows the same run, a step at a time. Step with the arrow keys, or 
 points to the chunk that caused it. It opens where the document (request 6, G in figures) is computed. Today read only
 the budget bar and the time line; the arrays are notebook 50, the blocks notebook 60, and "slots" there are places for
 tokens, not seats. (It shares a step's time a little differently: an ordinary step of decodes would
-have happened anyway, and only what goes beyond it belongs to the prompt.)
+have happened anyway; only the rest belongs to the prompt.)
 """
 
 # %%
@@ -257,6 +257,13 @@ lab.reveal(
 1. Twelve equal answers, four slots: how many steps does continuous batching save?
 2. A reader got 100 pauses of 50 ms and one of 2 s. What is the mean, and what is P99?
 3. Why do the parts of a gap have to sum to the gap?
+
+<details><summary>Answers</summary>
+
+**1** None: the four of a group end together. **2** 69 ms and 50 ms: with one bad pause among 101 even P99 looks fine. Count
+stalls. **3** Otherwise somebody's time is missing, or counted twice.
+
+</details>
 
 **What breaks next.** The step is too long because the prompt is whole. So cut the prompt. Does the answer survive?
 Does the work stay the same? Notebook 30 cuts; notebook 40 writes the scheduler.
