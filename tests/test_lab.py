@@ -166,6 +166,154 @@ def test_any_answer_of_any_type_is_a_result(answer):
             assert not result.ok and result.message, (id, answer)
 
 
+@pytest.mark.parametrize(
+    "name, make",
+    {
+        "tensor": lambda t: t.tensor([1, 2, 3]),
+        "one": lambda t: t.tensor([1]),
+        "scalar": lambda t: t.tensor(2.0),
+        "bools": lambda t: t.ones(2, 2, dtype=t.bool),
+        "list of tensors": lambda t: [t.arange(5), t.arange(5)],
+        "pair with a tensor": lambda t: (t.tensor([1, 2]), 3),
+        "pair of tensors": lambda t: (t.zeros(2), t.zeros(2)),
+        "five tensors": lambda t: [t.arange(3)] * 5,
+        "nested": lambda t: [[t.arange(3), 1], [(t.zeros(2), t.zeros(2))]],
+        "dict": lambda t: ("A", {"A": t.arange(3)}),
+        "array": lambda t: t.arange(4).numpy(),
+        "pair with an array": lambda t: (3, t.arange(4).numpy()),
+        "words": lambda t: t.arange(2).numpy().astype(str),
+        "complex": lambda t: (1j, 2j),
+        "object": lambda t: object(),
+        "function": lambda t: print,
+        "deep": lambda t: [(object(), [None, t.zeros(3)])],
+        "huge": lambda t: (10**400, 10**400),
+    }.items(),
+)  # fmt: skip
+def test_an_answer_with_arrays_or_objects_in_it_is_a_result(name, make):
+    import torch
+
+    for id, entry in checks.exercises().items():
+        if isinstance(entry, checks.Exercise):
+            result = lab.check(id, lambda *args: make(torch))
+            assert not result.ok and result.message and "Your answer" in result.message, (id, result)
+
+
+def answering_exercises():
+    return [i for i, e in checks.exercises().items() if isinstance(e, checks.Exercise) and not e.in_place]
+
+
+@pytest.mark.parametrize("id", [id for id in answering_exercises() if id != "95.1"])  # None has its own cause there
+def test_none_and_a_generator_are_named(id):
+    entry = checks.find(id, checks.Exercise)
+    result = lab.check(id, lambda *args: None)
+    assert result.key == "no_return" and "eturn" in result.message.split("Likely cause")[1]
+    result = lab.check(id, lambda *args: (x for x in [entry.reference(*args)]))
+    assert result.key == "generator" and "got a generator" in result.message and "square brackets" in result.message
+
+
+def spoil(value):
+    """Changes the first list, array or record that it finds; True if it found one."""
+    if isinstance(value, list):
+        if value and any(spoil(v) for v in value):
+            return True
+        return value.append(value[-1] if value else 0) is None
+    if checks.shared.is_array(value):
+        value += 1
+        return True
+    return hasattr(value, "steps") and value.steps.pop() is not None
+
+
+@pytest.mark.parametrize("id", answering_exercises())
+def test_every_check_notices_that_its_inputs_were_changed(id):
+    """Right answers of a function that spoils its arguments afterwards, each one that can be spoiled."""
+    reference = checks.find(id, checks.Exercise).reference
+    spoiled = 0
+    for n in range(4):
+
+        def learner(*args):
+            nonlocal spoiled
+            answer = reference(*args)
+            spoiled_now = len(args) > n and spoil(args[n])
+            spoiled += spoiled_now
+            return answer
+
+        before = spoiled
+        result = lab.check(id, learner)
+        if spoiled == before:
+            assert result.ok, result.message
+        else:
+            assert not result.ok and result.key in ("changed_inputs", "emptied", "changed_lists"), (n, result)
+            assert "opy" in result.message.split("Likely cause")[1]
+    assert lab.check(id, reference).ok, "the check's own data is whole"
+    assert spoiled or id in ("10.2", "30.1", "30.2"), "numbers alone cannot be changed"
+
+
+def test_changed_inputs_are_named_with_the_copy_that_helps():
+    def generate_cached(model, ids, n):
+        start = len(ids)
+        cache, new = None, list(ids)
+        for _ in range(n):
+            import torch
+
+            result = model(torch.tensor([new]), cache=cache)
+            cache, new = result.cache, [int(result.logits[0, -1].argmax())]
+            ids.append(new[0])
+        return ids[start:]
+
+    result = lab.check("10.1", generate_cached)
+    assert (
+        result.key == "changed_inputs"
+        and "you changed the list ids" in result.message
+        and "list(ids)" in result.message
+    )
+    assert lab.check("50.2", lambda q, ks, vs, cu_q: q.mul_(2) * 0).key != "passed"
+
+
+def test_a_check_that_breaks_by_itself_is_no_wrong_answer(monkeypatch):
+    """Only an answer that a check cannot read is a result; the check's own fault is shown as what it is."""
+    import dataclasses
+
+    entry = dataclasses.replace(checks.find("00.1", checks.Exercise), check=lambda fn: 1 / 0)
+    monkeypatch.setattr(exercises, "find", lambda id, kind: entry)
+    with pytest.raises(ZeroDivisionError):
+        lab.check("00.1", right)
+
+
+@pytest.mark.parametrize("nothing", [None, 3, "is_mixed"])
+def test_no_function_is_said(nothing):
+    with pytest.raises(lab.WrongAnswer, match="00.1 checks a function, and got .*Run the cell"):
+        lab.exercise("00.1", nothing)
+
+
+def test_a_callable_without_a_name_is_checked_like_a_function(capsys):
+    import functools
+
+    assert lab.check("00.1", functools.partial(right)).ok
+    assert "ZeroDivisionError" in lab.check("00.1", functools.partial(lambda zero, chunks: 1 / zero, 0)).message
+
+
+@pytest.mark.parametrize(
+    "id, shown",
+    [("10.1", "ids [67], n = 1\n"), ("10.2", "N = 5, W = 6, b = 4\n"), ("30.1", "start 0, length 1\n"), ("30.2", "prompt 1, chunk 1\n")],
+)  # fmt: skip
+def test_an_error_shows_the_arguments_by_name(id, shown):
+    assert f"Smallest input found:  {shown}" in lab.check(id, lambda *args: 1 / 0).message
+
+
+def test_values_in_words():
+    import numpy as np
+    import torch
+
+    from minichunk.lab.checks import shared
+
+    words = {shared.kind(v): v for v in (None, 3, [1, 2], torch.zeros(2, 3), torch.zeros(1), np.zeros(4))}
+    assert list(words) == ["None", "3", "a list of 2", "a tensor of 6 numbers", "a tensor of shape [1]", "an array of 4 numbers"]  # fmt: skip
+    said = "entry 1 is a tensor of 512 numbers; each must be one number"
+    assert shared.odd_entry([torch.tensor(1), torch.zeros(512)]) == said and shared.odd_entry([1, np.int64(3)]) == ""
+    assert [shared.number(v) for v in (1, 2.5, np.int32(3), torch.tensor(4), True, torch.tensor([4]), torch.tensor(True), None, "1", 1j)] == [True] * 4 + [False] * 6  # fmt: skip
+    assert (shared.plural(1, "token"), shared.plural(0, "token")) == ("1 token", "0 tokens")
+
+
 def test_the_scheduler_check_notices_what_the_small_queues_do_not():
     """A plan that keeps every rule on generated queues but fails in the engine's Scheduler is still refused."""
     reference = checks.find("40.1", checks.Exercise).reference

@@ -6,16 +6,17 @@ traceback. Passed: the learner's own function goes on, and its source is kept in
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import os
 import traceback
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
-from minichunk.lab.checks import Bug, Exercise, Result, exercises, find
+from minichunk.lab.checks import Bug, Exercise, Result, exercises, find, shared
 from minichunk.lab.places import my_dir
-from minichunk.lab.watchdog import SECONDS, Raised, TooSlow, limited
+from minichunk.lab.watchdog import SECONDS, Lazy, Raised, TooSlow, limited
 
 YOUR, REFERENCE = "YOUR", "REFERENCE"
 _passed: dict[str, Callable] = {}  # the functions that passed in this kernel
@@ -31,27 +32,57 @@ class WrongAnswer(Exception):
 def check(id: str, fn: Callable, seconds: float = SECONDS) -> Result:
     """What the check says about fn, in words: (ok, key, message, first_difference). Raises nothing of fn's."""
     exercise = find(id, Exercise)
+    if not callable(fn):
+        message = f"{id} checks a function, and got {shared.kind(fn)}. Run the cell that defines {exercise.name}, then this one."
+        return Result(False, "no_function", message, f"got {shared.kind(fn)}")
+    say = exercise.show or functools.partial(_by_name, exercise)
+    call = limited(fn, seconds)
     try:
-        return exercise.check(limited(fn, seconds))
+        result = exercise.check(call)
     except NotImplementedError:
         return Result(False, "not_started", f"{id} {exercise.name}: not started.")
     except TooSlow as slow:
         name, args, limit, stopped = slow.args
         still = "" if stopped else "\nIt could not be stopped and still runs: restart the kernel before you go on."
-        case = exercise.show(*args) if exercise.show else _short(args)
-        lines = [f"{name} did not end within {limit:g} s.", "", f"Smallest input found:  {case}", ""]
+        lines = [f"{name} did not end within {limit:g} s.", "", f"Smallest input found:  {say(*args)}", ""]
         message = "\n".join([*lines, f"Likely cause:  {exercise.slow}.{still}"])
         return Result(False, "too_slow", message, f"{name} did not end")
     except Raised as raised:
         name, args = raised.args
         error = raised.__cause__
         key, what = exercise.key_of_error(error), f"{type(error).__name__}: {error}"
-        case = exercise.show(*args) if exercise.show else _short(args)
-        lines = [f"{name} raised an error.", "", f"Smallest input found:  {case}", "", f"    {what}"]
+        lines = [f"{name} raised an error.", "", f"Smallest input found:  {say(*args)}", "", f"    {what}"]
         lines += [_where(error, fn)]
         if key in exercise.causes:
             lines += ["", f"Likely cause:  {exercise.causes[key]}"]
         return Result(False, key, "\n".join(lines), what)
+    except Lazy as lazy:
+        _, args, value = lazy.args
+        got = shared.kind(value)
+        return exercise.wrong("generator", "An answer is a value, not something that makes it later.", say(*args), got, "a list", f"got {got}")  # fmt: skip
+    except Exception as error:  # nothing of fn's: an answer that the check cannot read
+        if call.last is None:
+            raise
+        args, value = call.last
+        rule = f"{exercise.name} returns something that its check cannot read."
+        there = shared.odd_entry(value) or f"got {shared.kind(value)} ({type(error).__name__}: {error})"
+        return exercise.wrong("unknown", rule, say(*args), value, "an answer as the exercise describes it", there)
+    if result.key == "unknown" and call.last and not call.answered and not exercise.in_place:  # it gave None alone
+        said = result.message.split("\nLikely cause:")[0]
+        return Result(
+            False, "no_return", f"{said}\nLikely cause:  {shared.CAUSES['no_return']}", result.first_difference
+        )
+    if call.change and not exercise.in_place and (result.ok or result.key == "unknown"):
+        args, n, after = call.change
+        name = [*inspect.signature(exercise.reference).parameters][n]
+        rule = "The arguments belong to the caller, who needs them again."
+        words = {"name": f"the {type(after).__name__} {name}", "copy": shared.copy_of(name, after)}
+        return exercise.wrong("changed_inputs", rule, say(*args), f"afterwards {name} is {shared.short(after, 120)}", f"{name} as it was", f"{name} is not the same after the call", **words)  # fmt: skip
+    return result
+
+
+def _by_name(exercise: Exercise, *args: Any) -> str:
+    return shared.named(exercise.reference, args)
 
 
 def exercise(id: str, fn: Callable) -> Callable:
@@ -133,13 +164,9 @@ def _keep(id: str, fn: Callable) -> str:
 
 def _where(error: BaseException, fn: Callable) -> str:
     """The learner's line that raised, with its number in the cell."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == fn.__code__.co_filename]
+    file = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     if not frames:
         return ""
     line = frames[-1].line or linecache.getline(frames[-1].filename, frames[-1].lineno).strip()
     return f"    in line {frames[-1].lineno} of your cell:  {line}"
-
-
-def _short(args: tuple, most: int = 300) -> str:
-    text = ", ".join(repr(a) for a in args)
-    return text if len(text) <= most else text[:most] + "…"

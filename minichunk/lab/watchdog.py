@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import inspect
 import threading
 from typing import Any, Callable
+
+from minichunk.lab.checks.shared import copied, snapshot
 
 SECONDS = 5.0
 
@@ -19,23 +22,31 @@ class Raised(Exception):
     """The learner's function raised `__cause__`; args: (function name, its arguments)."""
 
 
+class Lazy(Exception):
+    """The call gave a generator, which can be read only once. args: (function name, its arguments, what it gave)."""
+
+
 class _Stop(SystemExit):
     """Thrown into the learner's thread; `except Exception` does not catch it, and threading reports no SystemExit."""
 
 
 def limited(fn: Callable, seconds: float = SECONDS) -> Callable:
-    """fn with a time limit per call. Lists among the arguments are copied, so the call cannot change the caller's.
-    Afterwards `.changed` says whether it tried: whether a copy lost, gained or swapped an element.
+    """fn with a time limit per call. Lists, arrays and dataclasses among the arguments are copied, so that the call
+    cannot change the caller's. Afterwards `.changed` says whether it tried in the last call, `.change` where it did
+    first: (arguments, index of the changed one, what became of it) or None; `.last` is (arguments, value) of the last call,
+    `.answered` whether any call gave something else than None.
 
     The call runs in its own thread, so that this works on every system and inside Jupyter. Over the limit an
     exception is thrown into that thread: it ends a pure Python loop, but not a sleep or a long call into C.
-    Raises TooSlow; Raised from what fn raised; NotImplementedError as it is.
+    Raises TooSlow; Raised from what fn raised; Lazy for a generator; NotImplementedError as it is.
     """
+    name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         outcome: dict[str, Any] = {}
-        given = [list(a) if isinstance(a, list) else a for a in args]
+        given = [copied(a) for a in args]
+        before = [snapshot(a) for a in given]
 
         def target():
             try:
@@ -46,24 +57,27 @@ def limited(fn: Callable, seconds: float = SECONDS) -> Callable:
                 outcome["error"] = error
 
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(target,), daemon=True, name=f"check of {fn.__name__}")
+        thread = threading.Thread(target=context.run, args=(target,), daemon=True, name=f"check of {name}")
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            raise TooSlow(fn.__name__, args, seconds, _stop(thread))
-        call.changed = any(_differs(a, b) for a, b in zip(args, given) if isinstance(a, list))
-        if "error" not in outcome:
-            return outcome["value"]
-        if isinstance(outcome["error"], NotImplementedError):
-            raise outcome["error"]
-        raise Raised(fn.__name__, args) from outcome["error"]
+            raise TooSlow(name, args, seconds, _stop(thread))
+        differs = next((n for n, a in enumerate(given) if snapshot(a) != before[n]), None)
+        call.changed = differs is not None
+        if call.changed and call.change is None:
+            call.change = args, differs, given[differs]
+        if "error" in outcome:
+            if isinstance(outcome["error"], NotImplementedError):
+                raise outcome["error"]
+            raise Raised(name, args) from outcome["error"]
+        call.last = args, outcome["value"]
+        call.answered |= outcome["value"] is not None
+        if hasattr(outcome["value"], "__next__") or inspect.iscoroutine(outcome["value"]):
+            raise Lazy(name, args, outcome["value"])
+        return outcome["value"]
 
-    call.changed = False
+    call.changed, call.answered, call.change, call.last = False, False, None, None
     return call
-
-
-def _differs(a: list, b: list) -> bool:
-    return len(a) != len(b) or any(x is not y for x, y in zip(a, b))
 
 
 def _stop(thread: threading.Thread) -> bool:

@@ -5,15 +5,20 @@ One module a notebook: the reference answer, the cases, and the wrong answers th
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import inspect
 import pkgutil
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
+from minichunk.lab.checks import shared
+from minichunk.lab.checks.shared import number
+
 
 class Result(NamedTuple):
-    """ok; key: "passed", one of the exercise's causes, or "not_started", "raised", "too_slow", "unknown";
+    """ok; key: "passed", one of the exercise's causes or of shared.CAUSES, or "not_started", "raised", "too_slow", "unknown";
     message: all that the learner reads; first_difference: the first value that differs, decoded."""
 
     ok: bool
@@ -50,12 +55,29 @@ class Exercise:
         known = (key for key, kind, text in self.errors if isinstance(error, kind) and text in str(error))
         return next(known, "raised")
 
-    def wrong(self, key: str, rule: str, case: str, got: Any, wanted: Any, difference: str) -> Result:
-        """A wrong answer in one form: the rule that failed, the smallest input, the first difference, the cause."""
-        lines = [rule, "", f"Smallest input found:  {case}", f"Your answer:  {got}", f"Expected:     {wanted}"]
+    @functools.cached_property
+    def in_place(self) -> bool:
+        """Whether the answer is what becomes of the arguments: its reference returns nothing."""
+        tree = ast.parse(inspect.getsource(self.reference))
+        return not any(isinstance(node, ast.Return) and node.value for node in ast.walk(tree))
+
+    def wrong(self, key: str, rule: str, case: str, got: Any, wanted: Any, difference: str, **words: str) -> Result:
+        """A wrong answer in one form: the rule that failed, the smallest input, the first difference, the cause.
+
+        Pass `got` as it came: an "unknown" answer that is None, or holds an array in the place of a number, gets its
+        cause here. words: what shared.CAUSES[key] leaves open.
+        """
+        odd = shared.odd_entry(got)
+        if key == "unknown" and got is None and wanted is not None:
+            key = "no_return"
+        elif key == "unknown" and odd:
+            key, words = "no_number", {"odd": odd}
+        said = got if isinstance(got, str) else str(got) if len(str(got)) <= 300 else shared.short(got)
+        lines = [rule, "", f"Smallest input found:  {case}", f"Your answer:  {said}", f"Expected:     {wanted}"]
         lines += ["", f"First difference:  {difference}"]
-        if key in self.causes:
-            lines += [f"Likely cause:  {self.causes[key]}"]
+        cause = self.causes.get(key) or shared.CAUSES.get(key, "").format(**words)
+        if cause:
+            lines += [f"Likely cause:  {cause}"]
         return Result(False, key, "\n".join(lines), difference)
 
 
@@ -77,6 +99,8 @@ class Bug:
 def _all() -> dict[str, Exercise | Bug]:
     found = {}
     for module in pkgutil.iter_modules(__path__):
+        if module.name == "shared":
+            continue
         for entry in importlib.import_module(f"{__name__}.{module.name}").EXERCISES:
             found[entry.id] = entry
     return dict(sorted(found.items()))
@@ -94,11 +118,6 @@ def find(id: str, kind: type) -> Any:
         known = ", ".join(i for i, e in _all().items() if isinstance(e, kind))
         raise KeyError(f"no {kind.__name__.lower()} {id!r}; there are {known}")
     return entry
-
-
-def number(value: Any) -> bool:
-    """A real number, numpy's included, but not True or False."""
-    return not isinstance(value, bool) and hasattr(value, "__float__") and hasattr(value, "__add__")
 
 
 def close(a: Any, b: Any) -> bool:

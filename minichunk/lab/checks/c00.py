@@ -43,7 +43,7 @@ def check_mixed(fn: Callable) -> Result:
                 for c in chunks
             )
             rule = f"A step is mixed when it holds a decode and a prompt chunk. This one holds {what}."
-            return MIXED.wrong(key, rule, case, got, wanted, kinds)
+            return MIXED.wrong("unknown" if got is None else key, rule, case, got, wanted, kinds)
     return Result(True, "passed", MIXED.passed)
 
 

@@ -182,7 +182,7 @@ def count_product(N: int, k: int, m: int) -> tuple[int, int]:
 
 
 PRODUCTS = [
-    (2, (2, 3), 2),
+    (5, (2, 3), 4),
     (1, (2, 3), 4),
     (3, (4, 5), 4),
     (50, (8, 6), 2),
