@@ -210,5 +210,5 @@ class Chunk(NamedTuple):
         return self.request.token_ids[self.start : self.end]
 
     def __repr__(self):
-        kind = "decode" if self.is_decode else "prompt, last" if self.is_last else "prompt"
+        kind = f"{'decode' if self.is_decode else 'prompt'}{', last' * self.is_last}"
         return f"Chunk({self.id}, start={self.start}, length={self.length}, {kind})"

@@ -102,6 +102,55 @@ def test_hidden_bug_of_60_wastes_a_block_only_where_blocks_are_full():
         assert len(table) == -(-before // 4) + (before % 4 == 0)
 
 
+def scene_of_60_4(grow):
+    """Notebook 60's own scene without SmolLM2: the schedule hangs on the lengths alone."""
+    with lab.engine_on(lab.your_pool(grow, c60.release, 64, 4), model="tiny", chunk_size=8) as engine:
+        engine.generate([[5 + n] * 37 for n in range(3)], SamplingParams(max_tokens=24, ignore_eos=True))
+        return engine.run
+
+
+def test_the_hidden_bug_of_60_shows_in_the_notebooks_own_scene(root):
+    source = (root / "notebooks/source/60_blocks.py").read_text(encoding="utf-8")
+    assert "lab.ask(lab.engine_on(lab.your_pool(grow, release, 64, 4), chunk_size=8))" in source
+    right, theirs = scene_of_60_4(c60.grow), scene_of_60_4(lab.broken("60.4"))
+    wasted = [[step.wasted_slots for step in run.steps[:5]] for run in (right, theirs)]
+    assert wasted == [[0, 0, 0, 0, 9], [12, 12, 12, 12, 9]]  # a block of 4 too many for each of the three
+    assert [step.grown for step in right.steps] != [step.grown for step in theirs.steps]
+    assert lab.same_answers([right, theirs]).startswith("answers identical: yes")
+    said = lab.compare_waste(theirs, right, steps=5).splitlines()
+    assert [line.split() for line in said[1:4]] == ["step 0 1 2 3 4".split(), "right 0 0 0 0 9".split(), "theirs 12 12 12 12 9".split()]  # fmt: skip
+    assert said[4] == "blocks in use when all is done: right 0, theirs 0"
+
+
+@pytest.mark.smollm2
+def test_the_hidden_bug_of_50_shows_in_the_notebooks_own_scene():
+    """The prompts that were cut get other answers, and those alone; the scrubber says whose integers it shows."""
+
+    def serve(pack):
+        return lab.rush_hour(lab.engine_packing(pack, max_batch_tokens=64), documents=0, max_tokens=16)
+
+    right, theirs = serve(c50.pack_tokens), serve(lab.broken("50.3"))
+    cut = {c[0] for step in theirs.steps for c in step.chunks if not c[4] and (c[1] or not c[3])}
+    other = {id for id, r in theirs.requests.items() if r.output_ids != right.requests[id].output_ids}
+    assert other == cut and 0 < len(cut) < 6
+    assert "(columns: the plan's, not what this packer sent)" in str(lab.scrub(theirs))
+    assert "columns:" not in str(lab.scrub(right))
+
+
+def test_thrown_out_says_what_was_lost():
+    pool = lab.your_pool(c60.grow, c60.release, 10)
+    with lab.engine_on(pool, c60.slots, "tiny") as engine:
+        engine.generate([[5 + n] * 37 for n in range(3)], SamplingParams(max_tokens=24, ignore_eos=True))
+        run = engine.run
+    computed = sum(step.num_tokens for step in run.steps)
+    assert (
+        lab.thrown_out(run)
+        == "step 12: C was thrown out with 48 tokens computed, 37 of its prompt and 11 of its answer"
+    )
+    assert computed - 3 * (37 + 24 - 1) == 48  # each token but an answer's last is computed once, C's 48 twice
+    assert lab.thrown_out(scene_of_60_4(c60.grow)) == "nobody was thrown out"
+
+
 # --- the explorer ----------------------------------------------------------------------------------------------------
 def test_operations_become_steps_on_a_real_pool():
     run = lab.replay_blocks(OPERATIONS, num_blocks=10, block_size=4)
@@ -256,4 +305,4 @@ def test_compare_answers():
     runs = [Run(vocab={1: " yes", 2: "<|im_end|>", 3: " no"}) for _ in range(2)]
     for run, second in zip(runs, (3, 1)):
         run.requests = {0: RequestRecord(0, [9], [1, 2, 3], 0.0), 1: RequestRecord(1, [9], [second], 0.0)}
-    assert lab.compare_answers(*runs) == "A  same    yes …\nB  OTHER   no …"
+    assert lab.compare_answers(*runs) == "A  same   yes …\nB  OTHER  no …\n   right  yes …"

@@ -89,6 +89,8 @@ CASES = {  # integer, value: wrong rows in FlashAttention's form, in FlashInfer'
     "seq_lens_k[0]=7": ([0], [], "must be 8: the new ones are not counted, and row 0 sees 1 key too few"),
     "seq_lens_k[2]=4": ([13, 14, 15], [], "must be 3: rows 13…15 each see 1 key too many"),
     "positions[3]=2": (B[2:], B[2:], "row 3 is B's token 11, so it must be 11"),
+    "positions[0]=5": ([0], [0], "must be 7: its query is rotated to the wrong place, and its key, which the request's later tokens will read."),
+    "positions[11]=0": (B[10:], B[10:], "must be 19: its query is rotated to the wrong place, and its key, which its request's next rows read."),
     "slot_mapping[12]=17": ([12], [12], "row 12 is B's token 20, whose slot is 16 = block 4 · 4 + 0. Its key goes to 17 = block 4 · 4 + 1 (empty, B's)"),
     "slot_mapping[13]=8": ([0, 13, 14, 15], [0, 13, 14, 15], "Its key goes to 8 = block 2 · 4 + 0 (A's token 4)"),
     "cu_seqlens_q[1]=5": ([0, 1, 2, 3, 4], [], "A has row 0, so it must be 1: rows 1…4 go to A's keys, and A's own row sees 4 keys too few"),

@@ -252,6 +252,13 @@ def test_text_twin_says_what_the_panes_show(runs):
     assert f"packed row {row}" in said and f"slot {f['slots'][row]} " in said
 
 
+def test_columns_that_are_not_what_ran_say_so():
+    run, said = toy_run(), "columns: the plan's, not what this packer sent"
+    assert "columns:" not in scrubber.text(run, 4) and scrubber.encode(run)["integers"] == ""
+    run.meta["integers"] = "the plan's, not what this packer sent"
+    assert f"({said})" in scrubber.text(run, 4) and scrubber.encode(run)["integers"] == said
+
+
 def test_state_is_plain_and_checked(runs):
     w = scrubber.scrub(runs["plain"])
     assert w.state == {"step": 0, "selection": None, "sync": "time"}

@@ -349,10 +349,9 @@ class _Batch:
         return f"{why}{lost} {rows} {sees} {keys} too few, the newest, {'its' if c['length'] == 1 else 'their'} own among them."
 
     def positions(self, row: int, got: int, wanted: int) -> str:
-        return (
-            f"row {row} is {self.token(row)}, so it must be {wanted}: its query and its key are rotated to the wrong place, "
-            "and the rows behind it read that key."
-        )
+        last = row + 1 in self.cu
+        readers = "which the request's later tokens will read" if last else "which its request's next rows read"
+        return f"row {row} is {self.token(row)}, so it must be {wanted}: its query is rotated to the wrong place, and its key, {readers}."
 
     def slot_mapping(self, row: int, got: int, wanted: int) -> str:
         where = lambda s: f"block {s // self.size} · {self.size} + {s % self.size}"  # noqa: E731

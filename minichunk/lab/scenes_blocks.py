@@ -59,10 +59,13 @@ def row_errors(pack: Callable, chunks: Sequence[Chunk], model: str = "smollm2") 
 
 
 def engine_packing(pack: Callable, model: str = "smollm2", **options: Any) -> Engine:
-    """lab.engine with this function as its packer; figures say whose it is."""
+    """lab.engine with this function as its packer; figures say whose it is. The scrubber computes its columns of integers
+    from the plan: of a packer that passed no check it says that they are not what the packer sent (meta "integers")."""
     made = engine(model, pack=pack, **options)
     if code_of(pack):
         made.run.meta["code"] = f"{code_of(pack)} packer"
+    else:
+        made.run.meta["integers"] = "the plan's, not what this packer sent"
     return made
 
 
@@ -75,15 +78,45 @@ def ask(engine: Engine, questions: int = 3, max_tokens: int = 24) -> Run:
 
 
 def compare_answers(run: Run, reference: Run, tokens: int = 14) -> str:
-    """Each answer's first tokens as text, and whether it is the reference's."""
+    """Each answer's first tokens as text, and whether it is the reference's; where it is not, the reference's below it."""
     from minichunk.lab.colors import letters
 
     lines = []
     for id, name in letters(run).items():
         got, wanted = run.requests[id].output_ids, reference.requests[id].output_ids
-        text = "".join(run.vocab.get(t, f"#{t} ") for t in got[:tokens]).split("<|im_end|>")[0].replace("\n", "⏎")
-        lines.append(f"{name}  {'same ' if got == wanted else 'OTHER'}  {text} …")
+        lines.append(f"{name}  {'same ' if got == wanted else 'OTHER'}  {_words(run, got[:tokens])}")
+        if got != wanted:
+            lines.append(f"   right  {_words(reference, wanted[:tokens])}")
     return "\n".join(lines)
+
+
+def _words(run: Run, ids: Sequence[int]) -> str:
+    text = "".join(run.vocab.get(t, f"#{t} ") for t in ids).split("<|im_end|>")[0]
+    return f"{text.strip().replace(chr(10), '⏎')} …"
+
+
+def compare_waste(run: Run, reference: Run, steps: int = 12) -> str:
+    """The slots wasted in the first steps of both runs, and the blocks that are in use when all is done."""
+    rows = {"step": range(steps)}
+    rows |= {name: [s.wasted_slots for s in r.steps[:steps]] for name, r in (("right", reference), ("theirs", run))}
+    lines = [f"{name:<8}" + "".join(f"{n:>4}" for n in row) for name, row in rows.items()]
+    used = f"right {reference.steps[-1].used}, theirs {run.steps[-1].used}"
+    return "\n".join(["slots wasted, step by step:", *lines, f"blocks in use when all is done: {used}"])
+
+
+def thrown_out(run: Run) -> str:
+    """Who was preempted: "step 12: C was thrown out with 48 tokens computed, 37 of its prompt and 11 of its answer"."""
+    from minichunk.lab.colors import letters
+
+    computed, lines = dict.fromkeys(run.requests, 0), []
+    for step in run.steps:
+        for id in step.preempted:
+            prompt = min(computed[id], len(run.requests[id].prompt_ids))
+            what = f"{prompt} of its prompt and {computed[id] - prompt} of its answer"
+            who = f"step {step.index}: {letters(run)[id]} was thrown out with"
+            lines.append(f"{who} {computed[id]} tokens computed, {what}")
+        computed |= {id: start + length for id, start, length, *_ in step.chunks}
+    return "\n".join(lines) or "nobody was thrown out"
 
 
 # --- a learner's blocks ----------------------------------------------------------------------------------------------

@@ -97,6 +97,11 @@ def _gone(run: Run) -> str:
     return run.meta.get("gone", "aborted")
 
 
+def _integers(run: Run) -> str:
+    """What the columns of integers are, where they are not what the model ran on: `frame` computes them from the plan."""
+    return f"columns: {run.meta['integers']}" if run.meta.get("integers") else ""
+
+
 def encode(run: Run, slo: float | None = None) -> dict:
     """The run as small JSON: requests by index, times as differences in microseconds, per step only what changed.
 
@@ -142,6 +147,7 @@ def encode(run: Run, slo: float | None = None) -> dict:
         "title": provenance(run),
         "policy": str(run.meta.get("policy", "")),
         "gone": _gone(run),
+        "integers": _integers(run),
         "block_size": run.meta["block_size"],
         "num_blocks": run.meta["num_blocks"],
         "ids": list(run.requests),
@@ -202,7 +208,8 @@ def text(run: Run, i: int, selection: dict | None = None) -> str:
         + (f" · {' · '.join(events)}" if events else ""),
         f"budget   {'█' * bar}{'░' * (24 - bar)} {f['tokens']} of {f['budget']}",
         f"packed   {_short([run_of(c) for c in f['chunks']], 12)} · cu_seqlens_q {_short(f['cu_seqlens_q'], 12)} · "
-        f"seq_lens_k {_short(f['seq_lens_k'], 12)} · logits_rows {_short(f['logits_rows'], 12)}",
+        f"seq_lens_k {_short(f['seq_lens_k'], 12)} · logits_rows {_short(f['logits_rows'], 12)}"
+        + (f" ({_integers(run)})" if _integers(run) else ""),
         f"blocks   {_short(rows, 96, '')}  used {f['used']} cached {f['cached']} empty {f['empty']} · "
         f"{f['wasted']} slots wasted  (. empty, ~ cached, & shared)",
         "tables   " + _short([f"{names[r]}: {_short(t, 8)}" for r, t in f["tables"].items()], 6, " · "),

@@ -51,9 +51,10 @@ class Panel:
 
     def say(self, text: str, alarm: bool = False) -> None:
         body = html.escape(text).replace("\n", "<br>")
-        self._line.value = (
-            f'<span role="{"alert" if alarm else "status"}" style="font-size:14px">{"⚠ " * alarm}{body}</span>'
-        )
+        style = "font-size:14px"
+        if "  " in text:  # columns
+            style += "; white-space:pre-wrap; font-family:var(--jp-code-font-family, monospace)"
+        self._line.value = f'<span role="{"alert" if alarm else "status"}" style="{style}">{"⚠ " * alarm}{body}</span>'
 
     def guarded(self, action: Callable[[], None]) -> None:
         """Runs what a button asks for; an exception is shown in the status line, since nobody sees it elsewhere."""

@@ -14,7 +14,7 @@ You will
 | | |
 |---|---|
 | Prerequisites | notebook 40; 30 helps |
-| Minutes | 35 |
+| Minutes | 65 |
 | Hardware | a CPU is enough |
 | Numbers | live: computed on your machine while you watch |
 """
@@ -42,19 +42,20 @@ for chunk in chunks:
 
 # %% [markdown]
 """
-A model's layers work on tokens, one by one; only attention looks from one token to others. So nobody needs a rectangle
-with padding behind the short requests. Lay all new tokens one after the other, and keep lists that say what is whose:
+Only attention looks from one token to others. So nobody needs a rectangle with padding behind the short requests: lay
+all new tokens one after the other, with lists that say what is whose.
 
-    packed row     0   1  2  3  4  5  6  7  8  9 10 11 12   13 14 15
-    request        A   B  B  B  B  B  B  B  B  B  B  B  B    C  C  C
-    positions      7   9 10 11 12 13 14 15 16 17 18 19 20    0  1  2
-    cu_seqlens_q   0   1                                    13         16
+    packed row     0   1  2  3  …  11 12   13 14 15
+    request        A   B  B  B  …   B  B    C  C  C
+    positions      7   9 10 11  …  19 20    0  1  2
+    cu_seqlens_q   0   1                   13         16
 
-How much does that save? Take the rush hour of notebook 40 on a tiny model: six readers, a long document, a budget of 64.
+How much does that save? Take notebook 40's rush hour on a tiny model: six readers, a document, a budget of 64.
 """
 
 # %%
-lab.predict("50a", "If each step were a rectangle, as wide as its longest chunk: how many times as many cells as tokens?", "times")
+question = "If each step were a rectangle, as wide as its longest chunk: how many times as many cells as tokens?"
+lab.predict("50a", question, "times")
 
 # %% [markdown]
 """
@@ -63,7 +64,7 @@ lab.predict("50a", "If each step were a rectangle, as wide as its longest chunk:
 *Difficulty: medium. Spend up to 15 minutes.*
 
 A chunk has `.token_ids` (its new tokens), `.start` (how many tokens of its request are in the cache), `.length`, and
-`.is_last` (it reaches the end of its request's tokens). Return five lists:
+`.is_last` (it reaches the end of its request's tokens; of a decode always true). Return five lists:
 
 - `token_ids`: all new tokens, chunk after chunk;
 - `positions`: each token's place in its own request;
@@ -71,6 +72,7 @@ A chunk has `.token_ids` (its new tokens), `.start` (how many tokens of its requ
 - `seq_lens_k`: how many keys each request has after this step;
 - `logits_rows`: the last row of each chunk that `is_last`. Only there a token is sampled.
 """
+
 
 # %%
 def pack_tokens(chunks):
@@ -91,25 +93,27 @@ def pack_tokens(chunks):
 pack_tokens = lab.exercise("50.1", pack_tokens)
 for budget in (16, 14):
     _, positions, cu_seqlens_q, seq_lens_k, logits_rows = pack_tokens(lab.running_example(budget))
-    print("budget", budget, "cu_seqlens_q", cu_seqlens_q, "seq_lens_k", seq_lens_k, "logits_rows", logits_rows)
+    print(f"budget {budget}: cu_seqlens_q {cu_seqlens_q} seq_lens_k {seq_lens_k} logits_rows {logits_rows}")
 
 # %% [markdown]
 """
-With a budget of 14, C gets one token of its three. Its row is computed, and its keys are kept, but nothing is sampled
-from it: its prompt is not over. Now your packer drives the rush hour.
+With a budget of 14, C gets one token of its three. Its row is computed, but nothing is sampled: its prompt is not over.
+Now your packer drives the rush hour.
 """
 
 # %%
 rush = lab.rush_hour(lab.engine_packing(pack_tokens, "tiny", max_batch_tokens=64, num_blocks=400))
 cells = sum(len(step.chunks) * max(chunk[2] for chunk in step.chunks) for step in rush.steps)
-lab.reveal("50a", cells / sum(step.num_tokens for step in rush.steps), lab.step_strip(rush))
+tokens = sum(step.num_tokens for step in rush.steps)
+padding = f"{1 - tokens / cells:.0%} of the rectangles' cells would be padding."
+lab.reveal("50a", cells / tokens, lab.step_strip(rush), padding)
 
 # %% [markdown]
 """
 ## Equality first
 
-SmolLM2 computes the 16 rows in one step with your integers; A's and B's histories are in the cache. transformers
-computes each request alone, whole, without cache. Compare the log-probabilities of each row:
+SmolLM2 computes the 16 rows in one step with your integers, transformers each request alone, without cache. Compare the
+log-probabilities of each row:
 """
 
 # %%
@@ -127,7 +131,8 @@ row sees all 21 keys, the one above it 20, and so on: the mask is aligned **bott
 """
 
 # %%
-lab.predict("50b", "B has 12 rows and 21 keys. How many pairs of a row and a key does the causal mask let through?", "pairs")
+question = "B has 12 rows and 21 keys. How many pairs of a row and a key does the causal mask let through?"
+lab.predict("50b", question, "pairs")
 
 # %%
 pairs = sum(position + 1 for position in range(B.start, B.start + B.length))
@@ -135,8 +140,8 @@ lab.reveal("50b", pairs, lab.packed_mask(chunks, pack_tokens(chunks)))
 
 # %% [markdown]
 """
-PyTorch's `is_causal=True` aligns the mask **top-left**: row 0 sees key 0 alone. For C, which has no history, that is the
-same. For A and B it is not:
+PyTorch's `is_causal=True` aligns the mask **top-left**: row 0 sees key 0 alone. That is right for C, which has no
+history:
 """
 
 # %%
@@ -152,9 +157,10 @@ lab.packed_mask(chunks, pack_tokens(chunks), align="top-left")
 history included: `[keys, kv_heads, head_size]`. `cu_q` is `cu_seqlens_q`. Return a tensor like `q`.
 
 For each request: scores are `q · k / sqrt(head_size)`; a row must not see what comes after it; softmax; the weighted
-mean of the values. Heads come in groups: with 6 heads and 3 kv heads, heads 0 and 1 share kv head 0, heads 2 and 3 kv
-head 1. `torch.einsum("ihd,jhd->hij", q, k)` gives the scores of all heads at once; `.tril(diagonal)` cuts a mask.
+mean of the values. Heads come in groups: with 6 heads and 3 kv heads, heads 0 and 1 share kv head 0, and so on.
+`torch.einsum("ihd,jhd->hij", q, k)` gives the scores of all heads at once; `.tril(diagonal)` cuts a mask.
 """
+
 
 # %%
 def varlen_attention(q, ks, vs, cu_q):
@@ -176,9 +182,9 @@ varlen_attention = lab.exercise("50.2", varlen_attention)
 
 # %% [markdown]
 """
-You have written what `flash_attn_varlen_func` computes. That library also has `flash_attn_varlen_qkvpacked_func`, which
-looks handier: q, k and v of the packed rows in one tensor, with one `cu_seqlens` for all of them. So the only keys it
-knows are those of the *new* tokens.
+You have written what `flash_attn_varlen_func` computes, in the flash-attn library, whose kernels most engines call. It
+also has `flash_attn_varlen_qkvpacked_func`, which looks handier: q, k and v of the packed rows in one tensor, with one
+`cu_seqlens` for all of them. So the only keys it knows are those of the *new* tokens.
 """
 
 # %%
@@ -186,13 +192,15 @@ options = ["Zeros", "Its own value vector v", "The mean of its eight v", "An err
 lab.predict("50c", "Mixed batch, qkvpacked call: what does A's decode get?", options=options)
 
 # %%
-q, new = torch.randn(16, 6, 4), [1, 12, 3]
+q, new, cu_q = torch.randn(16, 6, 4), [1, 12, 3], [0, 1, 13, 16]
 ks, vs = ([torch.randn(keys, 3, 4) for keys in (8, 21, 3)] for _ in range(2))
-right = varlen_attention(q, ks, vs, [0, 1, 13, 16])
-packed = varlen_attention(q, [k[-n:] for k, n in zip(ks, new)], [v[-n:] for v, n in zip(vs, new)], [0, 1, 13, 16])
+right = varlen_attention(q, ks, vs, cu_q)
+new_ks, new_vs = ([x[-n:] for x, n in zip(xs, new)] for xs in (ks, vs))
+packed = varlen_attention(q, new_ks, new_vs, cu_q)
 own = torch.allclose(packed[0], vs[0][-1].repeat_interleave(2, dim=0))
 errors = (packed - right).abs().amax((1, 2)).tolist()
-lab.reveal("50c", options[1] if own else options[2], lab.row_error_bars(chunks, errors, "the right attention"))
+figure = lab.row_error_bars(chunks, errors, "the right attention")
+lab.reveal("50c", options[1] if own else options[2], figure)
 
 # %% [markdown]
 """
@@ -201,7 +209,8 @@ is right. That call is made for training, where all keys are new.
 
 ## Break one integer
 
-Change one, guess which rows go wrong, press **Run**.
+Change one, guess which rows go wrong, press **Run**. Try `seq_lens_k` of A, then `positions`, then `cu_seqlens_q`;
+leave the rest for 60.
 """
 
 # %%
@@ -217,16 +226,20 @@ Back to your packer. In the next run one integer is off: each decode's `seq_lens
 
 # %%
 options = ["An error message", "Nonsense", "Fluent text, other answers", "The same answers"]
-lab.predict("50d", "Each decode's seq_lens_k is one too small. What do six readers get from SmolLM2?", options=options)
+question = "Each decode's seq_lens_k is one too small. What do six readers get from SmolLM2?"
+lab.predict("50d", question, options=options)
+
 
 # %%
 def one_short(chunks):
     token_ids, positions, cu_seqlens_q, seq_lens_k, logits_rows = pack_tokens(chunks)
-    return token_ids, positions, cu_seqlens_q, [k - c.is_decode for k, c in zip(seq_lens_k, chunks)], logits_rows
+    seq_lens_k = [k - c.is_decode for k, c in zip(seq_lens_k, chunks)]
+    return token_ids, positions, cu_seqlens_q, seq_lens_k, logits_rows
 
 
 def serve(pack):
-    return lab.rush_hour(lab.engine_packing(pack, max_batch_tokens=64), documents=0, max_tokens=16)
+    engine = lab.engine_packing(pack, max_batch_tokens=64)
+    return lab.rush_hour(engine, documents=0, max_tokens=16)
 
 
 mine, short = serve(pack_tokens), serve(one_short)
@@ -241,8 +254,8 @@ Nothing crashes, nothing looks broken. That is why this course compares tokens, 
 
 *Difficulty: medium. Spend up to 5 minutes.*
 
-A classmate's packer serves the same six questions. Which answers are other ones than yours, and how did *their* prompts
-run? Step through the first steps.
+A classmate's packer serves the same six questions. Which answers are other ones, and how did *their* prompts run? Look
+at who was cut into chunks in the first steps. (The columns show the plan, not what this packer sent.)
 """
 
 # %%
@@ -258,8 +271,7 @@ lab.which_bug("50.3")
 ## Recap
 
 - New tokens lie flat, one after the other. Five lists say whose they are, where they stand, and which rows count.
-- The mask is bottom-right: a chunk's rows are the last ones of their request.
-- Queries are cut by `cu_seqlens_q`, keys are not: they include the history.
+- Queries are cut by `cu_seqlens_q`, keys are not: they include the history, and the mask is bottom-right.
 - A wrong integer raises no error. Compare with an independent answer, row by row.
 
 **Three questions**
@@ -268,8 +280,15 @@ lab.which_bug("50.3")
 2. A prompt of 21 tokens runs in chunks of 9 and 12. Why are the 9 keys not recomputed?
 3. Why may two rows of one batch have the same position?
 
-**What breaks next.** Here each request's keys lay in a tensor of their own, as long as needed. Real memory is one
-array, and nobody knows how long an answer will be. In notebook 60 it is cut into blocks.
+<details><summary>Answers</summary>
+
+**1** [0, 3, 4, 16] and [2, 3, 15]. **2** They are in the cache, and no later token changes them. **3** Each is a place
+in its own request.
+
+</details>
+
+**What breaks next.** Here each request's keys lay in a tensor of their own. Real memory is one array, and nobody knows
+how long an answer will be: notebook 60.
 """
 
 # %%

@@ -93,6 +93,20 @@ def test_escape_puts_the_right_integer_back_and_a_refused_form_is_said(packer):
     press(lab, "999", Keys.ENTER, "r")
     until("refused", lambda: "kv_indices must lie in 0..129, the pool, got 999" in root(lab, cell).text)
     until("its row says so", lambda: "refused: an integer reaches outside" in root(lab, cell).text, 5)
+    assert "FlashAttention: A " in root(lab, cell).text  # the other form ran
+    focus(lab, cell, "kv_indices[0]")
+    press(lab, Keys.ESCAPE)
+    until("no edit", lambda: state(lab, cell)["edits"] == {})
+    focus(lab, cell, "slot_mapping[0]")
+    press(lab, "999", Keys.ENTER, "r")
+    until("both are refused", lambda: "both forms were refused, nothing was run" in root(lab, cell).text)
+    text = root(lab, cell).text
+    assert "FlashAttention's form was refused: nothing was computed." in text
+    assert "are computed" not in text and "largest error" not in text
+    focus(lab, cell, "slot_mapping[0]")
+    press(lab, Keys.ESCAPE)
+    until("no edit", lambda: state(lab, cell)["edits"] == {})
+    until("the pairs are counted again", lambda: "200 pairs of a row and a key are computed" in root(lab, cell).text)
     focus(lab, cell, "kv_indices[0]")
     press(lab, Keys.ESCAPE)
     until("no edit", lambda: state(lab, cell)["edits"] == {})
@@ -140,6 +154,21 @@ def test_it_builds_while_a_cell_runs_and_leaves_the_notebook_alone(packer):
     until("the cell is done", lambda: lab.cells()[index]["count"] is not None, 60)
     _, said = lab.execute("print([c['id'] for c in w.state['chunks']])")
     assert said.strip() == "['A', 'C', 'B']"
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1300, 1400])
+def test_the_table_of_requests_fits(packer, width):
+    lab, cell = packer
+    before = lab.driver.get_window_size()
+    try:
+        lab.driver.set_window_size(width, 1100)
+        click(lab, cell, "reset")
+        time.sleep(0.5)
+        sizes = "const e = arguments[0].querySelector('.mc-requests'); return [e.scrollWidth, e.clientWidth]"
+        scroll, client = lab.driver.execute_script(sizes, root(lab, cell))
+        assert scroll <= client
+    finally:
+        lab.driver.set_window_size(before["width"], before["height"])
 
 
 def test_no_text_is_small_and_every_field_is_named(packer):

@@ -102,6 +102,23 @@ def test_two_runs_and_a_gap_in_light_and_dark(offline, tmp_path, scheme):
     color_scheme(driver, "light")
 
 
+@pytest.mark.parametrize("width", [900, 1000, 1300])
+def test_no_column_head_is_cut_and_a_foreign_packers_columns_are_named(offline, tmp_path, width):
+    driver, run = offline, toy_run()
+    run.meta["integers"] = "the plan's, not what this packer sent"
+    before = driver.get_window_size()
+    try:
+        driver.set_window_size(width, 1000)
+        driver.get(to_html(run, tmp_path / "plan.html").as_uri())
+        until("the scrubber is drawn", lambda: shown(driver) == "0")
+        cut = f"return [...{ROOT}.querySelectorAll('.mc-ints th')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent)"
+        assert driver.execute_script(cut) == []
+        assert driver.find_element("class name", "mc-plan").text == "columns: the plan's, not what this packer sent"
+        picture(driver, f"page-plan-{width}")
+    finally:
+        driver.set_window_size(before["width"], before["height"])
+
+
 def test_a_freed_request_is_shown_as_freed(offline, tmp_path):
     driver, run = offline, replay_blocks([("grow", "A", 9), ("free", "A"), ("grow", "B", 2)], 6, 4)
     driver.get(to_html(run, tmp_path / "blocks.html").as_uri())

@@ -345,16 +345,16 @@ WHICH = Bug(
         ),
         "exact": (
             "It takes one block too many when the tokens fill the blocks exactly.",
-            "Yes: n // block_size + 1. In the step in which a request's last block gets full, its table already has "
-            "an empty one behind it.",
+            "Yes: n // block_size + 1. A chunk of 8 ends with a full block, and the table has an empty one behind it. "
+            "(A decode that fills a block asks for none: its block is there.)",
         ),
         "leak": (
             "The blocks of finished requests do not come home.",
-            "Go to the last step, and to the one after a request ended: its blocks are free again.",
+            "When all is done, no block is in use.",
         ),
         "reserve": (
             "It reserves the whole answer when a request comes in.",
-            "Then tables would not grow at all while the answer is written. They do.",
+            "Then the first step alone would take blocks. Go on: the tables grow, with each chunk and with the answer.",
         ),
     },
     right="exact",

@@ -409,7 +409,7 @@ class PackerApp extends Widget {
     const { chunks, errors } = this.state, cu = this.right.cu_seqlens_q;
     if (!errors) return h("span.side", {}, "▲ corner: a row that is sampled");
     const text = Object.entries(FORMS).filter(([form]) => errors[form]).map(([form, title]) => `${title}: ${chunks.map((c, n) => { const mine = errors[form].slice(cu[n], cu[n + 1]); return `${c.id} ${size(mine.includes(null) ? null : Math.max(...mine))}`; }).join(" · ")}`);
-    return h("span.side", {}, `largest error, ${text.join(" | ")}`);
+    return h("span.side", {}, text.length ? `largest error, ${text.join(" | ")}` : "nothing was run");
   }
 
   drawTools() {
@@ -507,7 +507,8 @@ class PackerApp extends Widget {
       }
     }
     if (this.row >= rows[0] && this.row < rows[1]) ring(c, gutter - 2, top + (this.row - rows[0]) * cell - 1, cols * cell + 4, cell + 2, paint, 1.5);
-    this.caption.textContent = this.row >= 0 && this.row < got.length ? this.words(this.row) : chunks.length ? `${pairs} pairs of a row and a key are computed${missing ? `, ${missing} missing` : ""}${extra ? `, ${extra} too many` : ""}. A line is a packed row, a column a key.` : "";
+    const refused = this.state.errors !== null && this.state.errors[this.form] === null;
+    this.caption.textContent = this.row >= 0 && this.row < got.length ? this.words(this.row) : refused ? `${FORMS[this.form]}'s form was refused: nothing was computed. The picture shows what its integers ask for.` : chunks.length ? `${pairs} pairs of a row and a key are computed${missing ? `, ${missing} missing` : ""}${extra ? `, ${extra} too many` : ""}. A line is a packed row, a column a key.` : "";
     const swatch = (name, text) => [this.swatch(name), h("span", {}, text)];
     this.legend.replaceChildren(...swatch("cache", "key from the cache"), ...swatch("new", "key of this batch"), ...(missing ? swatch("missing", "missing") : []), ...(extra ? swatch("extra", "must not be seen") : []));
     this.canvas.dataset.counts = JSON.stringify({ pairs, missing, extra });

@@ -482,7 +482,7 @@ class RunView {
           pane("Queues and budget", this.counter, part("waiting"), part("running"), part("share"), this.c.budget, part("events")),
           this.blocks),
         h("div.col", {},
-          pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.scroll", { tabindex: "-1" }, this.table)),
+          pane("Packed batch", this.count, this.c.strip, part("word"), this.c.mask, h("div.plan", { hidden: player.run.integers ? undefined : "" }, player.run.integers), h("div.scroll", { tabindex: "-1" }, this.table)),
           pane("Time line", zoom, this.c.overview, h("div.scroll.tall", { tabindex: "-1" }, this.c.lines), h("div.legend", {}, ...legend), part("gapline"))),
       ));
     this.gapline.setAttribute("role", "status");
@@ -651,7 +651,7 @@ class RunView {
       if (pick?.r === r) tr.className = "mc-on";
       return tr;
     });
-    const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, t))));
+    const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, ...t.split(/(?<=_)/).flatMap((part) => [part, h("wbr")])))));
     this.table.replaceChildren(head, h("tbody", {}, ...rows, h("tr", {}, cell(""), cell(f.tokens), cell(""), cell(""), cell(""), cell(""))));
   }
 
