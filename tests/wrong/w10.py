@@ -78,6 +78,108 @@ def forgets_the_cache(model, ids, n):
     return output
 
 
+def largest_of_all_rows(model, ids, n):
+    output, new, cache = [], list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, new = result.cache, [int(result.logits.argmax())]
+        output += new
+    return output
+
+
+def largest_of_all_rows_of_the_text(model, ids, n):
+    output, new, cache = [], list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, new = result.cache, [int(result.logits[-1].argmax())]
+        output += new
+    return output
+
+
+def argmax_down_the_rows(model, ids, n):
+    output, new, cache = [], list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, t = result.cache, result.logits[0].argmax(0)
+        output.append(t)
+        new = [t]
+    return output
+
+
+def appends_to_the_prompt(model, ids, n):
+    P, new, cache = len(ids), list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, new = result.cache, [_best(result.logits)]
+        ids.append(new[0])
+    return ids[P:]
+
+
+def gives_a_tensor(model, ids, n):
+    return torch.tensor(_right(model, ids, n))
+
+
+def gives_a_tuple(model, ids, n):
+    return tuple(_right(model, ids, n))
+
+
+def _right(model, ids, n):
+    output, new, cache = [], list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, new = result.cache, [_best(result.logits)]
+        output += new
+    return output
+
+
+def prompt_token_by_token(model, ids, n):
+    cache = None
+    for token in ids:
+        result = model(torch.tensor([[token]]), cache=cache)
+        cache = result.cache
+    output = [_best(result.logits)]
+    while len(output) < n:
+        result = model(torch.tensor([output[-1:]]), cache=result.cache)
+        output.append(_best(result.logits))
+    return output
+
+
+def stops_after_the_end_token(model, ids, n):
+    output, new, cache = [], list(ids), None
+    for _ in range(n):
+        result = model(torch.tensor([new]), cache=cache)
+        cache, new = result.cache, [_best(result.logits)]
+        output += new
+        if new == [2]:  # what tokenizer.eos_token_id is, here and in the notebook
+            break
+    return output
+
+
+def stops_before_the_end_token(model, ids, n):
+    output = stops_after_the_end_token(model, ids, n)
+    return output[:-1] if output[-1] == 2 else output
+
+
+def no_return(model, ids, n):
+    _right(model, ids, n)
+
+
+def the_two_swapped(N, W, b):
+    return W * b, 2 * N * W
+
+
+def without_the_tokens(N, W, b):
+    return 2 * W, W * b
+
+
+def a_tensor_for_the_flops(N, W, b):
+    return torch.tensor([1, 2]), 3
+
+
+def no_return_either(N, W, b):
+    print(end="")
+
+
 def one_operation_a_weight(N, W, b):
     return N * W, W * b
 
@@ -99,6 +201,20 @@ WRONG = [
     ("10.1", "length", with_the_prompt),
     ("10.1", "last_fed", feeds_the_last),
     ("10.1", "cache_lost", forgets_the_cache),
+    ("10.1", "flattened", largest_of_all_rows),
+    ("10.1", "flattened", largest_of_all_rows_of_the_text),
+    ("10.1", "no_number", argmax_down_the_rows),
+    ("10.1", "changed_inputs", appends_to_the_prompt),
+    ("10.1", "no_list", gives_a_tensor),
+    ("10.1", "no_list", gives_a_tuple),
+    ("10.1", "prompt_in_pieces", prompt_token_by_token),
+    ("10.1", "stopped_at_end", stops_after_the_end_token),
+    ("10.1", "stopped_at_end", stops_before_the_end_token),
+    ("10.1", "no_return", no_return),
+    ("10.2", "swapped", the_two_swapped),
+    ("10.2", "no_tokens", without_the_tokens),
+    ("10.2", "no_number", a_tensor_for_the_flops),
+    ("10.2", "no_return", no_return_either),
     ("10.2", "mul_add", one_operation_a_weight),
     ("10.2", "weights_reread", weights_for_each_token),
     ("10.2", "bytes_per_value", values_for_bytes),

@@ -72,7 +72,7 @@ class Exercise:
             key = "no_return"
         elif key == "unknown" and odd:
             key, words = "no_number", {"odd": odd}
-        said = got if isinstance(got, str) else str(got) if len(str(got)) <= 300 else shared.short(got)
+        said = got if isinstance(got, str) else str(got) if len(str(got)) <= 300 and not odd else shared.short(got, 90)
         lines = [rule, "", f"Smallest input found:  {case}", f"Your answer:  {said}", f"Expected:     {wanted}"]
         lines += ["", f"First difference:  {difference}"]
         cause = self.causes.get(key) or shared.CAUSES.get(key, "").format(**words)

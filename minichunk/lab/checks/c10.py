@@ -11,6 +11,7 @@ from typing import Any, Callable
 import torch
 
 from minichunk.lab.checks import Exercise, Result, close, number
+from minichunk.lab.checks.shared import kind, odd_entry, plural, short
 from minichunk.shapes import tiny_model, tiny_tokenizer
 
 
@@ -28,11 +29,13 @@ def generate_cached(model, ids, n):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: how many tokens were new and how many cached, and the likeliest token after each new one."""
+    """One call of the model: how many tokens were new and how many cached, the likeliest token after each new one, and
+    the index of the largest of all its logits when the rows are laid end to end."""
 
     new: int
     cached: int
     best: list[int]
+    flat: int
 
 
 class Counted:
@@ -59,7 +62,8 @@ class Counted:
         cached = cache.get_seq_length() if cache is not None else 0
         with torch.inference_mode():
             out = self._model(input_ids, **{"use_cache": True, self._name: cache, **options})
-        self.calls.append(Call(input_ids.shape[1], cached, out.logits[0].argmax(-1).tolist()))
+        rows = out.logits[0]
+        self.calls.append(Call(input_ids.shape[1], cached, rows.argmax(-1).tolist(), int(rows.argmax())))
         return SimpleNamespace(logits=out.logits, cache=out[self._name], past_key_values=out[self._name])
 
 
@@ -78,7 +82,15 @@ def transformers_answer(model: Any, ids: list[int], n: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-TEXTS = [("a", 1), ("a", 2), ("The cat", 1), ("The cat", 3), ("one two three", 6), ("Hello world, this is", 12)]
+TEXTS = [
+    ("a", 1),
+    ("a", 2),
+    ("The cat", 1),
+    ("The cat", 3),
+    ("one two three", 6),
+    ("Hello world, this is", 12),
+    ("red and moon", 8),  # the model's end token, 2, comes sixth
+]
 
 
 def check_generate(fn: Callable) -> Result:
@@ -91,42 +103,57 @@ def check_generate(fn: Callable) -> Result:
         if found:
             key, rule, difference = found
             case = f"ids {ids} (“{text}”, P = {len(ids)}), n = {n}, a model of two layers"
-            return GENERATE.wrong(key, rule, case, f"{_short(answer)}, {_calls(counted)}", f"{wanted}, tokens fed: P + n − 1 = {len(ids) + n - 1}", difference)  # fmt: skip
+            got = answer if odd_entry(answer) or answer is None else f"{short(answer, 120)}, {_calls(counted)}"
+            return GENERATE.wrong(key, rule, case, got, f"{wanted}, tokens fed: P + n − 1 = {len(ids) + n - 1}", difference)  # fmt: skip
     return Result(True, "passed", GENERATE.passed)
 
 
 def _problem(answer: Any, calls: list[Call], ids: list[int], n: int, wanted: list[int], tokenizer: Any) -> tuple[str, str, str] | None:  # fmt: skip
     """(key, the rule that failed, first difference), or None for a right answer."""
-    got = answer.flatten().tolist() if isinstance(answer, torch.Tensor) else answer
-    if not isinstance(got, list | tuple) or not all(number(t) for t in got):
-        return "unknown", "generate_cached returns a list of token ids.", f"got {_short(answer)}"
-    got = [int(t) for t in got]
+    rule = "generate_cached returns a list of token ids."
+    if not isinstance(answer, list):
+        return "unknown" if answer is None else "no_list", rule, f"got {kind(answer)}"
+    if not all(map(number, answer)):
+        return "unknown", rule, odd_entry(answer) or f"got {short(answer, 120)}"
+    got = [int(t) for t in answer]
     if len(got) != n:
+        rule = "The answer is the n new tokens, no more and no fewer."
+        there = f"{plural(len(got), 'token')}, expected {n}"
+        if got == wanted[: len(got)] and tokenizer.eos_token_id in wanted[len(got) - 1 : len(got) + 1]:
+            return "stopped_at_end", rule, f"{there}: yours stop at {_token(tokenizer.eos_token_id, tokenizer)}"
         prompt = ", the prompt's among them" if got[: len(ids)] == ids and len(got) > n else ""
-        return (
-            "length",
-            "The answer is the n new tokens, no more and no fewer.",
-            f"{len(got)} tokens{prompt}, expected {n}",
-        )
+        return "length", rule, there + prompt
     fed, rule = sum(call.new for call in calls), "Each token is fed once: the prompt, then each new token but the last."
     if fed != len(ids) + n - 1:
         again = next((k for k, call in enumerate(calls) if k and call.new > 1), None)
         if again is not None:
             return "tokens_refed", rule, f"call {again} feeds {calls[again].new} tokens, and only 1 of them is new"
         key = "last_fed" if fed == len(ids) + n else "unknown"
-        return key, rule, f"{fed} tokens fed in {len(calls)} calls, expected {len(ids) + n - 1}"
+        calls_said = plural(len(calls), "call")
+        return key, rule, f"{plural(fed, 'token')} fed in {calls_said}, expected {len(ids) + n - 1}"
+    if calls[0].new != len(ids):
+        rule = "The prompt is fed in one call, each new token in its own."
+        return (
+            "prompt_in_pieces",
+            rule,
+            f"the first call feeds {plural(calls[0].new, 'token')}; the prompt has {len(ids)}",
+        )
     lost = next((k for k, call in enumerate(calls) if k and not call.cached), None)
     if lost is not None:
         rule = "Every call but the first goes on from the cache of the call before."
-        return "cache_lost", rule, f"call {lost} feeds {calls[lost].new} token and has no token in the cache"
+        return "cache_lost", rule, f"call {lost} feeds {plural(calls[lost].new, 'token')} and has no token in the cache"
     i = next((i for i, (a, b) in enumerate(zip(got, wanted)) if a != b), None)
     if i is None:
         return None
     said = f"token {i} of the answer: you have {_token(got[i], tokenizer)}, expected {_token(wanted[i], tokenizer)}"
+    rule = "The next token follows the last token that was fed."
     rows = calls[i].best if i < len(calls) else []
+    if rows and got[i] == calls[i].flat >= len(tokenizer):
+        row, column = divmod(got[i], len(tokenizer))
+        return "flattened", rule, f"{said}; {got[i]} = {row} · {len(tokenizer)} + {column}: row {row}, token {column}"
     if got[i] in rows[:-1]:
         said += f"; yours follows row {rows.index(got[i])} of the logits, and the last new token is row {len(rows) - 1}"
-        return "wrong_row", "The next token follows the last token that was fed.", said
+        return "wrong_row", rule, said
     return "unknown", "The tokens are those of transformers' own generate.", said
 
 
@@ -136,12 +163,9 @@ def _token(id: int, tokenizer: Any) -> str:
 
 def _calls(counted: Counted) -> str:
     new = [call.new for call in counted.calls]
-    return f"tokens fed: {' + '.join(map(str, new))} = {sum(new)}" if new else "the model was never called"
-
-
-def _short(value: Any, most: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= most else text[:most] + "…"
+    if not new:
+        return "the model was never called"
+    return f"tokens fed: {' + '.join(map(str, new))}" + f" = {sum(new)}" * (len(new) > 1)
 
 
 GENERATE = Exercise(
@@ -154,6 +178,11 @@ GENERATE = Exercise(
         "length": "count the tokens: the first call gives the first one already, and the prompt is no part of the answer.",
         "last_fed": "you feed the last token, too, though nobody asks what comes after it. Stop before that call.",
         "cache_lost": "you call the model without the cache: it sees a lone token at position 0. Pass on result.cache.",
+        "flattened": "argmax over all rows at once gives an index into all the logits laid end to end. Take the last row: "
+        "logits[0, -1].",
+        "prompt_in_pieces": "the model takes many tokens at once: feed the whole list ids in the first call.",
+        "no_list": "return a plain list: .tolist() makes one of a tensor, list(…) of a tuple.",
+        "stopped_at_end": "you stop at the end token. Return exactly n tokens, also past it.",
     },
     passed=f"{len(TEXTS)} answers equal those of transformers, and P + n − 1 tokens were fed each time.",
 )
@@ -188,7 +217,7 @@ PRODUCTS = [
     (50, (8, 6), 2),
     (7, (1, 1), 1),
 ]  # N, shape of the weights, b
-FLOPS_MISTAKES = {"mul_add": lambda N, W, b: N * W}
+FLOPS_MISTAKES = {"mul_add": lambda N, W, b: N * W, "no_tokens": lambda N, W, b: 2 * W}
 BYTES_MISTAKES = {
     "weights_reread": lambda N, W, b: N * W * b,
     "bytes_per_value": lambda N, W, b: W,
@@ -201,33 +230,38 @@ def check_cost(fn: Callable) -> Result:
         operations, fetched = count_product(N, k, m)
         answers.append(((N, k, m, b), fn(N, k * m, b), (operations, fetched * b)))
     for case, got, wanted in answers:
-        pair = isinstance(got, list | tuple) and len(got) == 2 and all(map(number, got))
+        pair = _pair(got)
         if pair and close(got[0], wanted[0]) and close(got[1], wanted[1]):
             continue
         N, k, m, b = case
         text = f"N = {N}, W = {k * m} ({k} × {m}), b = {b}"
         rule = "FLOPs counted in the product, bytes of the weights, each fetched once."
         if not pair:
-            return COST.wrong("unknown", rule, text, _short(got), wanted, f"expected a pair (FLOPs, bytes), got {_short(got)}")  # fmt: skip
+            there = odd_entry(got) or f"expected a pair (FLOPs, bytes), got {kind(got)}"
+            return COST.wrong("unknown", rule, text, got, wanted, there)
+        if all(close(g[0], w[1]) and close(g[1], w[0]) for _, g, w in answers if _pair(g)):
+            there = f"you have ({got[0]}, {got[1]}), counted ({wanted[0]}, {wanted[1]})"
+            return COST.wrong("swapped", rule, text, tuple(got), wanted, there)
         part, mistakes = (1, BYTES_MISTAKES) if close(got[0], wanted[0]) else (0, FLOPS_MISTAKES)
         key = next((key for key, gives in mistakes.items() if _explains(gives, part, answers)), "unknown")
         difference = (
-            f"FLOPs: you have {got[0]}, counted {wanted[0]}: each of {N} token{'s' * (N > 1)} meets each of {k * m} weights, "
+            f"FLOPs: you have {got[0]}, counted {wanted[0]}: each of {plural(N, 'token')} meets each of {plural(k * m, 'weight')}, "
             "a multiplication and an addition"
             if part == 0
-            else f"bytes: you have {got[1]}, counted {wanted[1]}: each of {k * m} weights of {b} byte{'s' * (b > 1)} is fetched once and serves "
+            else f"bytes: you have {got[1]}, counted {wanted[1]}: each of {plural(k * m, 'weight')} of {plural(b, 'byte')} is fetched once and serves "
             + (f"all {N} tokens" if N > 1 else "the token")
         )
         return COST.wrong(key, rule, text, tuple(got), wanted, difference)
     return Result(True, "passed", COST.passed)
 
 
+def _pair(got: Any) -> bool:
+    return isinstance(got, list | tuple) and len(got) == 2 and all(map(number, got))
+
+
 def _explains(gives: Callable, part: int, answers: list[tuple]) -> bool:
     """Whether this mistake gives that part of the pair in every answer."""
-    return all(
-        isinstance(got, list | tuple) and len(got) == 2 and close(got[part], gives(N, k * m, b))
-        for (N, k, m, b), got, _ in answers
-    )
+    return all(_pair(got) and close(got[part], gives(N, k * m, b)) for (N, k, m, b), got, _ in answers)
 
 
 COST = Exercise(
@@ -235,11 +269,13 @@ COST = Exercise(
     flops_and_bytes,
     check_cost,
     causes={
+        "swapped": "the two are swapped: (flops, nbytes).",
+        "no_tokens": "N is missing: each of the N tokens meets each weight.",
         "mul_add": "the factor 2 is missing. A weight is multiplied and the product is added: two operations.",
         "weights_reread": "you read the weights once for each token. They are fetched once, and all tokens use them.",
         "bytes_per_value": "you counted values. Each takes b bytes.",
     },
-    passed="five products counted by hand; FLOPs per byte are 2·N / b, however large the matrix.",
+    passed="five products counted by hand; FLOP per byte are 2·N / b, however large the matrix.",
 )
 
 EXERCISES = [GENERATE, COST]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Callable
 
 import numpy as np
 import torch
 
 from minichunk.lab.checks import Exercise, Result, close, number
+from minichunk.lab.checks.shared import is_array, kind, plural, short
 
 
 # --- 30.1 ---------------------------------------------------------------------------------------------------------
@@ -17,29 +19,60 @@ def chunk_mask(start, length):
 
 
 CHUNKS = [(0, 1), (0, 2), (1, 1), (0, 3), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (9, 12), (64, 7)]  # start, length
-MASK_MISTAKES: dict[str, Callable] = {
-    "top_left": lambda row, key, start: key <= row,
-    "no_self": lambda row, key, start: key < row + start,
-    "sees_future": lambda row, key, start: key >= 0,
-}
+MASK_MISTAKES: list[tuple[str, Callable]] = [
+    ("top_left", lambda row, key, start: key <= row),
+    ("no_self", lambda row, key, start: key < row + start),
+    ("sees_future", lambda row, key, start: key >= 0),
+    ("swapped", lambda row, key, start: key > row + start),
+    ("one_too_many", lambda row, key, start: key <= row + start + 1),
+    ("upper", lambda row, key, start: key >= row + start),
+    ("upper", lambda row, key, start: key >= row),
+    ("history_hidden", lambda row, key, start: start <= key <= row + start),
+]
 
 
 def check_mask(fn: Callable) -> Result:
-    answers = [(case, _array(fn(*case))) for case in CHUNKS]
-    for (start, length), mask in answers:
-        case = f"start {start}, length {length}: tokens {_span(start, length)} are new, {start} before them are cached"
+    given = [(case, fn(*case)) for case in CHUNKS]
+    answers = [(case, _array(mask)) for case, mask in given]
+    for (start, length), got in given:
+        if _additive(got):
+            case, wanted = _case(start, length), _draw(_mask(start, length, lambda row, key, start: key <= row + start))
+            rule = "A mask says True where the row's token may see the column's, else False."
+            return MASK.wrong(
+                "additive", rule, case, short(np.asarray(got).tolist(), 120), wanted, "numbers below 0 in the mask"
+            )
+    for ((start, length), got), (_, mask) in zip(given, answers):
+        case = _case(start, length)
         wanted = _mask(start, length, lambda row, key, start: key <= row + start)
         if mask is None or mask.shape != wanted.shape:
-            shape = "no array of True and False" if mask is None else f"shape {list(mask.shape)}"
-            key = "no_history" if mask is not None and mask.shape == (length, length) and start else "unknown"
             rule = "A mask has a row for each new token and a column for each token so far: [length, start + length]."
-            return MASK.wrong(key, rule, case, shape, f"shape {[length, start + length]}", f"{shape}, expected {[length, start + length]}")  # fmt: skip
+            key, said, expected = _no_mask(got, mask, start, length)
+            return MASK.wrong(key, rule, case, None if got is None else said, f"shape {list(wanted.shape)}", f"{said}, expected {expected}")  # fmt: skip
         found = _first_bad_row(mask, start, length)
         if found:
-            key = next((key for key, sees in MASK_MISTAKES.items() if _explains(sees, answers)), "unknown")
+            key = next((key for key, sees in MASK_MISTAKES if _explains(sees, answers)), "unknown")
+            key = "transposed" if all(m is not None and m.shape == (sum(c), c[1]) for c, m in answers) else key
             rule = "Attention chunk by chunk must equal attention over the whole prompt."
             return MASK.wrong(key, rule, case, _draw(mask), _draw(wanted), found)
     return Result(True, "passed", MASK.passed)
+
+
+def _case(start: int, length: int) -> str:
+    new = f"{_span('token', start, length)} {'is' if length == 1 else 'are'} new"
+    return f"start {start}, length {length}: {new}, {start} before {'it' if length == 1 else 'them'} cached"
+
+
+def _no_mask(got: Any, mask: np.ndarray | None, start: int, length: int) -> tuple[str, str, str]:
+    """(key, what it is, what was expected) of an answer that has not the shape of a mask, or not its values."""
+    shape = f"[length, start + length] = {[length, start + length]}"
+    dims = len(got.shape) if is_array(got) else 2
+    if dims != 2:
+        return "unknown", f"{plural(dims, 'dimension')} {list(got.shape)}", f"2: {shape}"
+    if mask is None:
+        said = f"{kind(got)}, with other values than True and False" if is_array(got) else f"got {kind(got)}"
+        return "unknown", said, "an array of True and False"
+    key = "no_history" if start and mask.shape == (length, length) else "unknown"
+    return key, f"shape {list(mask.shape)}", shape
 
 
 def _array(mask: Any) -> np.ndarray | None:
@@ -51,6 +84,11 @@ def _array(mask: Any) -> np.ndarray | None:
     if found.ndim != 2 or found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all():
         return None
     return found.astype(bool)
+
+
+def _additive(mask: Any) -> bool:
+    """Whether it is a mask to be added to the scores: 0 where a key may be seen, −inf or a large negative where not."""
+    return is_array(mask) and (found := np.asarray(mask)).dtype.kind == "f" and bool((found < 0).any())
 
 
 def _mask(start: int, length: int, sees: Callable) -> np.ndarray:
@@ -70,7 +108,7 @@ def _first_bad_row(mask: np.ndarray, start: int, length: int) -> str:
     for row in range(length):
         error = np.abs(chunk[row] - whole[row]).max()
         if not error < 1e-9:  # also where it is not a number
-            said = f"row {row} is token {start + row}: it sees {_keys(mask[row])}, expected keys {_span(0, start + row + 1)}"
+            said = f"row {row} is token {start + row}: it sees {_keys(mask[row])}, expected {_span('key', 0, start + row + 1)}"
             return said + ("; its output is not a number" if np.isnan(error) else f"; its output is off by {error:.2g}")
     return ""
 
@@ -89,12 +127,13 @@ def _keys(row: np.ndarray) -> str:
     if not len(seen):
         return "no key at all"
     if len(seen) == seen[-1] - seen[0] + 1:
-        return f"keys {_span(seen[0], len(seen))}"
+        return _span("key", int(seen[0]), len(seen))
     return f"keys {', '.join(map(str, seen))}"
 
 
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}…{first + count - 1}"
+def _span(word: str, first: int, count: int) -> str:
+    """ "token 3", "tokens 3…5"."""
+    return f"{word} {first}" if count == 1 else f"{word}s {first}…{first + count - 1}"
 
 
 def _draw(mask: np.ndarray) -> str:
@@ -112,6 +151,12 @@ MASK = Exercise(
         "no_self": "a token sees itself, too: key <= row, not key < row.",
         "sees_future": "a token must not see the ones after it, though they are in the same chunk.",
         "no_history": "the columns of the cached tokens are missing: a row sees all `start` tokens before the chunk.",
+        "history_hidden": "the columns of the cached tokens are there, but False: a row sees all of them.",
+        "swapped": "your True and False are swapped: True means may see.",
+        "one_too_many": "one key too many: row i sees the keys 0…start + i.",
+        "upper": "you drew the upper triangle. A row sees what came before it: rows are the new tokens, columns all tokens.",
+        "transposed": "rows and columns are swapped: rows are the new tokens, columns all tokens so far.",
+        "additive": "that is a float mask with −inf, to be added to scores. Wanted: True and False.",
     },
     passed=f"{len(CHUNKS)} chunks give the rows that the whole prompt gives, to the ninth digit.",
 )
@@ -150,42 +195,62 @@ PAIRS_MISTAKES: dict[str, Callable[[int, int], list]] = {
     "no_causal_half": lambda p, c: [n * (a + n) for a, n in spans(p, c)],
     "lost_tokens": lambda p, c: [count_pairs(a, n) for a, n in spans(p, c) if n == c],
     "no_history": lambda p, c: [count_pairs(0, n) for _, n in spans(p, c)],
+    "not_cut": lambda p, c: [count_pairs(a, c) for a, _ in spans(p, c)],
+    "no_self": lambda p, c: [a * n + n * (n - 1) // 2 for a, n in spans(p, c)],
+    "empty_chunk": lambda p, c: [count_pairs(a, n) for a, n in spans(p, c)] + [0] * (p % c == 0),
+    "cumulative": lambda p, c: [count_pairs(0, a + n) for a, n in spans(p, c)],
+    "history_once": lambda p, c: [a + count_pairs(0, n) for a, n in spans(p, c)],
 }
 
 
 def check_pairs(fn: Callable) -> Result:
     answers = [(case, fn(*case), [count_pairs(a, n) for a, n in spans(*case)]) for case in SPLITS]
-    for (prompt, chunk), got, wanted in answers:
-        if _same(got, wanted):
+    unlike = [answer for answer in answers if not _same(*answer[1:])]
+    for (prompt, chunk), got, wanted in unlike or answers:
+        if unlike:
+            key = next((k for k, gives in PAIRS_MISTAKES.items() if all(_same(g, gives(*c)) for c, g, _ in answers)), "unknown")  # fmt: skip
+        elif isinstance(got, list) and all(map(_whole, got)):
             continue
-        key = next((k for k, gives in PAIRS_MISTAKES.items() if all(_same(g, gives(*c)) for c, g, _ in answers)), "unknown")  # fmt: skip
+        else:
+            key = "not_whole" if isinstance(got, list) else "no_list"
         total = prompt * (prompt + 1) // 2
-        rule = f"A number for each chunk, and all of them sum to P(P + 1)/2 = {total}: cutting neither adds work nor saves any."
+        rule = f"A number for each chunk, and all of them sum to prompt·(prompt + 1)/2 = {total}: cutting neither adds work nor saves any."
         return PAIRS.wrong(key, rule, f"prompt {prompt}, chunk {chunk}", got, wanted, _first_chunk(prompt, chunk, got, wanted))  # fmt: skip
     return Result(True, "passed", PAIRS.passed)
 
 
-def _same(got: Any, wanted: list) -> bool:
+def _whole(n: Any) -> bool:
     try:
-        got = list(got)
+        return operator.index(n) is not None
     except TypeError:
         return False
-    return len(got) == len(wanted) and all(close(a, b) for a, b in zip(got, wanted))
+
+
+def _same(got: Any, wanted: list) -> bool:
+    values = got.tolist() if is_array(got) else got
+    return (
+        isinstance(values, list | tuple)
+        and len(values) == len(wanted)
+        and all(close(a, b) for a, b in zip(values, wanted))
+    )
 
 
 def _first_chunk(prompt: int, chunk: int, got: Any, wanted: list[int]) -> str:
-    try:
-        got = list(got)
-    except TypeError:
-        return f"expected a list with a number for each of {len(wanted)} chunks, got {got!r}"
+    if not isinstance(got, list):
+        return f"expected a list of {plural(len(wanted), 'number')}, one a chunk, got {kind(got)}"
     for k, (start, length) in enumerate(spans(prompt, chunk)):
+        where = f"chunk {k} ({_span('token', start, length)})"
         if k >= len(got):
-            return f"chunk {k} (tokens {_span(start, length)}) is missing: {len(got)} of {len(wanted)} chunks are there"
-        if not (number(got[k]) and close(got[k], wanted[k])):
+            return f"{where} is missing: {plural(len(got), 'chunk')}, expected {len(wanted)}"
+        if not close(got[k], wanted[k]):
             tokens = [f"token {t} sees {t + 1}" for t in range(start, start + length)]
             tokens = tokens if length <= 3 else [tokens[0], "…", tokens[-1]]
-            return f"chunk {k} (tokens {_span(start, length)}): you have {got[k]}, counted {wanted[k]}: {', '.join(tokens)}"
-    return f"{len(got)} chunks, expected {len(wanted)}"
+            have = got[k] if number(got[k]) else kind(got[k])
+            return f"{where}: you have {have}, counted {wanted[k]}: {', '.join(tokens)}"
+    if len(got) == len(wanted):
+        k = next(k for k, n in enumerate(got) if not _whole(n))
+        return f"chunk {k}: you have {got[k]}, counted {wanted[k]}"
+    return f"{plural(len(got), 'chunk')}, expected {len(wanted)}"
 
 
 PAIRS = Exercise(
@@ -197,8 +262,15 @@ PAIRS = Exercise(
         "no_causal_half": "inside the chunk a token sees only those up to itself: length·(length + 1)/2, not length².",
         "lost_tokens": "the last chunk may be shorter, and you dropped it: range(0, prompt, chunk), and min for its length.",
         "no_history": "each of the chunk's tokens also sees the `start` tokens before the chunk: length·start more pairs.",
+        "not_cut": "the last chunk has only prompt − start tokens: min(chunk, prompt − start).",
+        "no_self": "a token sees itself, too: length·(length + 1)/2 pairs in the triangle, not length·(length − 1)/2.",
+        "empty_chunk": "an empty chunk at the end: range(0, prompt, chunk) stops before it.",
+        "cumulative": "these are all pairs up to the chunk's end. Count each chunk's own pairs only.",
+        "history_once": "you counted start once for the chunk. It counts once for each token: length·start.",
+        "not_whole": "pairs are whole numbers: // 2, not / 2.",
+        "no_list": "return a plain list: .tolist() makes one of a tensor, list(…) of a tuple.",
     },
-    passed=f"{len(SPLITS)} splits, each summing to P(P + 1)/2.",
+    passed=f"{len(SPLITS)} splits, each summing to prompt·(prompt + 1)/2.",
     slow="your loop does not end: the start never moves on",
 )
 
