@@ -442,6 +442,57 @@ def test_widgets_follow_the_state_and_show_errors():
     assert "8 steps" in shown._line.value
 
 
+@pytest.mark.parametrize(
+    "text, wanted",
+    {"7,5": 7.5, "7.5": 7.5, " 1164 ": 1164, "1.164": 1.164, "0,164": 0.164, "1,16": 1.16, "1,1645": 1.1645, "1,164,000": 1164000, "1,164.5": 1164.5, "1e3": 1000}.items(),
+)  # fmt: skip
+def test_numbers_as_people_write_them(text, wanted):
+    for lock_it in (lambda asked: lab.lock(asked.id, text), typed(text)):
+        asked = lab.predict(f"00{len(predictions._open)}", "How many?", "steps")
+        lock_it(asked)
+        assert (asked.state, asked.guess) == ("locked", wanted)
+
+
+def typed(text):
+    def lock_it(asked):
+        asked.show()
+        asked._field.value = text
+        asked._lock.click()
+
+    return lock_it
+
+
+def test_a_number_that_can_be_read_in_two_ways_is_refused(my):
+    asked = lab.predict("00a", "How many?", "tokens")
+    said = "1,164 can be read in two ways: write 1164 or 1.164"
+    with pytest.raises(ValueError, match=said):
+        lab.lock("00a", "1,164")
+    typed("1,164")(asked)
+    assert said in asked._line.value and asked.state == "open" and not my.exists()
+    for text in ("1,2,3", "1.164,5", "1 164", "12,34,567", ",", "ten"):
+        typed(text)(asked)
+        assert "a number, please" in asked._line.value and asked.state == "open", text
+    typed("1164")(asked)
+    assert asked.guess == 1164
+
+
+def test_a_half_typed_number_cannot_be_locked():
+    """With continuous_update a key press at a time is sent, and a click on Lock may come before the last one."""
+    asked = lab.predict("00a", "How many?", "tokens")
+    asked.show()
+    assert asked._field.continuous_update is False
+
+
+def test_a_guess_within_the_repeats_is_not_called_exact():
+    lab.predict("40d", "How long?", "ms").lock(98)
+    shown = str(lab.reveal("40d", list(range(50, 151))))
+    assert (
+        "100 ms (the repeats lie from 55 to 145, P5 to P95)" in shown
+        and "within the spread of the measurement" in shown
+    )
+    assert "within the spread of the measurement" in lab.score() and "exact" not in lab.score().splitlines()[1]
+
+
 def test_choices_are_buttons_that_say_which_is_chosen():
     asked = lab.predict("00b", "Which?", options=["this", "that"])
     asked.show()
@@ -505,13 +556,13 @@ def test_a_refused_lock_shows_its_sentence_alone():
 @pytest.mark.parametrize(
     "guess, truth, said",
     [
-        (29, 30, ["30 steps", "You said: 29 steps, close."]),
-        (30, 30, ["30 steps", "You said: 30 steps, on the spot."]),
+        (29, 30, ["30 steps", "You said: 29 steps, within 5%."]),
+        (30, 30, ["30 steps", "You said: 30 steps, exact."]),
         (4, 5.36976, ["5.37 steps", "You said: 4 steps, a factor of 1.3 off."]),
         (9216, 18432, ["18432 steps", "You said: 9216 steps, a factor of 2.0 off."]),
     ],
 )
-def test_on_the_spot_is_exact_and_reveal_and_score_round_alike(guess, truth, said):
+def test_exact_is_exact_and_reveal_and_score_round_alike(guess, truth, said):
     lab.predict("20a", "How many?", "steps").lock(guess)
     assert str(lab.reveal("20a", truth)).splitlines() == said
     assert f"truth {said[0]}:" in lab.score()

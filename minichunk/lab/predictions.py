@@ -16,6 +16,7 @@ import html
 import json
 import math
 import os
+import re
 import time
 from statistics import median
 from typing import Any, Sequence
@@ -89,27 +90,44 @@ def score() -> str:
             rows.append(f"  {id:<6} {'✔' if hit else '✘'} {lock['guess']}")
         else:
             factors.append(truth["factor"])
-            rows.append(f"  {id:<6} you {lock['guess']:g}, truth {_number(truth['truth'])} {lock['unit']}: {_times(truth['factor'])}")  # fmt: skip
+            rows.append(f"  {id:<6} you {lock['guess']:g}, truth {_number(truth['truth'])} {lock['unit']}: {_times(truth['factor'], truth.get('low') is not None)}")  # fmt: skip
     if not rows:
         return "No predictions yet."
     lines = ["Predictions", *rows]
     if factors:
-        lines.append(f"Numbers: typically (median of {len(factors)}) {_times(median(factors))}.")
+        lines.append(f"Numbers: typically (median of {len(factors)}) {_typical(factors)}.")
     if len(factors) >= 10:  # fewer say nothing about a trend
         half = len(factors) // 2
-        lines.append(f"First half {_times(median(factors[:half]))}, second half {_times(median(factors[half:]))}.")
+        lines.append(f"First half {_typical(factors[:half])}, second half {_typical(factors[half:])}.")
     if choices:
         lines.append(f"Choices: {right} of {choices} right; guessing would get {chance:.1f} right on average.")
     return "\n".join(lines)
 
 
-def _times(f: float) -> str:
-    return "on the spot" if f == 1 else "close" if f < 1.05 else f"a factor of {f:.1f} off"
+def _times(f: float, spread: bool = False) -> str:
+    """How far off. spread: the truth is a measurement, and f is 1 wherever its repeats lie."""
+    if f == 1:
+        return "within the spread of the measurement" if spread else "exact"
+    return "within 5%" if f < 1.05 else f"a factor of {f:.1f} off"
+
+
+def _typical(factors: list[float]) -> str:
+    return "exact or within the spread" if median(factors) == 1 else _times(median(factors))
 
 
 def _number(value: float) -> str:
     """A truth as the learner reads it: 29, 5.37, 18432."""
     return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def read_number(text: str) -> float:
+    """A number as people write it: "7,5" and "7.5", "18,432,000" and "1,164.5". Raises Refused for "1,164", which is
+    1164 for some and 1.164 for others (a lock cannot be taken back), ValueError for what is no number."""
+    text = text.strip()
+    if re.fullmatch(r"[1-9]\d{0,2},\d{3}", text):
+        raise Refused(f"{text} can be read in two ways: write {text.replace(',', '')} or {text.replace(',', '.')}")
+    grouped = re.fullmatch(r"[1-9]\d{0,2}((,\d{3})+\.\d+|(,\d{3}){2,})", text)
+    return float(text.replace(",", "" if grouped else "."))
 
 
 # --- asking --------------------------------------------------------------------------------------------------------
@@ -153,8 +171,10 @@ class Prediction(Panel):
 
     def _above_zero(self, guess: Guess) -> float:
         try:
-            value = float(guess)
-        except (TypeError, ValueError):
+            value = read_number(guess) if isinstance(guess, str) else float(guess)
+        except Refused:
+            raise
+        except (TypeError, ValueError, RuntimeError):
             raise Refused(f'a number, please: lab.lock("{self.id}", 10)') from None
         if not (math.isfinite(value) and value > 0):
             raise Refused(f"a number above 0, please, not {value:g}")
@@ -205,7 +225,8 @@ class Prediction(Panel):
         skip.on_click(lambda _: self.guarded(self.skip))
         self._lock, self._skip = lock, skip
         if not self.options:
-            self._field = w.Text(placeholder="your number", layout=w.Layout(width="9em"))
+            # The value is sent when the field is left: a click on Lock must not find half of what was typed.
+            self._field = w.Text(placeholder="your number", continuous_update=False, layout=w.Layout(width="9em"))
             return [question, w.HBox([self._field, w.HTML(html.escape(self.unit)), lock, skip])]
         # Buttons, not radio buttons: JupyterLab takes the arrow keys that move those; Tab and Space it leaves alone.
         self._choices = [w.Button(layout=w.Layout(width="max-content", max_width="100%")) for _ in self.options]
@@ -224,7 +245,9 @@ class Prediction(Panel):
             raise Refused("first give an answer, then lock it")
         if not self.options:
             try:
-                value = float(value.replace(",", "."))
+                value = read_number(value)
+            except Refused:
+                raise
             except ValueError:
                 raise Refused(f"a number, please, not {value!r}") from None
         self.lock(value)
@@ -282,12 +305,12 @@ class Reveal(Panel):
         unit = _open[self.id].unit if self.id in _open else ""
         lines = [f"{_number(self.truth)} {unit}".strip() if not isinstance(self.truth, str) else self.truth]
         if self.low is not None:
-            lines[0] += f" (P5 {_number(self.low)}, P95 {_number(self.high)})"
+            lines[0] += f" (the repeats lie from {_number(self.low)} to {_number(self.high)}, P5 to P95)"
         lock = _first(self.id, "lock") or _first(self.id, "late")
         if lock:
             said = lock["guess"] if isinstance(lock["guess"], str) else f"{lock['guess']:g} {unit}".strip()
             late = " (after seeing, not scored)" if lock["event"] == "late" else ""
-            verdict = f", {_times(self.factor)}" if self.factor else ""
+            verdict = f", {_times(self.factor, self.low is not None)}" if self.factor else ""
             if isinstance(self.truth, str) and not late:
                 verdict = ": right" if said == self.truth else ": no"
             lines.append(f"You said: {said}{verdict}{late}.")
