@@ -149,7 +149,7 @@ class Engine:
             "block_size": self.block_size, "num_blocks": self.num_blocks, "prefix_cache": getattr(self.pool, "prefix_cache", False),
             "device": str(device), "dtype": str(dtype).removeprefix("torch."), "attention": self.attention.name,
             "source": f"LIVE {card}", "threads": torch.get_num_threads(), "seed": self.seed,
-            "mode": self.runner.mode, "versions": {"minichunk": __version__, "torch": torch.__version__},
+            "mode": self.runner.mode, "overlap": self._overlap, "versions": {"minichunk": __version__, "torch": torch.__version__},
             "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
 

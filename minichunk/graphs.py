@@ -28,6 +28,7 @@ from minichunk.attention import StepMeta
 from minichunk.packing import PackedBatch
 
 MOST_GRAPHS = 24
+SMALLEST_MIXED = 128  # tokens; an H200 is bound by arithmetic from about 200 on (data/recorded/h200/free_lunch.json)
 ALIGN = 64  # bytes: every array of a bucket starts on its own cache line
 
 
@@ -117,13 +118,14 @@ def make_buckets(max_requests: int, max_batch_tokens: int, max_blocks: int) -> t
     """(decode buckets, mixed buckets), rising, at most MOST_GRAPHS in all.
 
     Decodes: 2, 4, 8, then steps of at most a third up to max_requests. One row is padded to two: torch.compile would
-    treat one as its own case. Mixed: down from the budget, which a step under load fills, by a factor of √2 or more.
+    treat one as its own case. Mixed: down from the budget, which a step under load fills, by a factor of 1.2 or more, to
+    SMALLEST_MIXED tokens: below, a step reads the weights and does little else, so that padding costs next to nothing.
     """
     decode_sizes = [n for n in (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512) if n < max_requests]
     decode_sizes = (decode_sizes + [max(2, max_requests)])[-MOST_GRAPHS // 2 :]
     room = MOST_GRAPHS - len(decode_sizes)
-    smallest = min(32, max_batch_tokens)
-    factor = max(2**0.5, (max_batch_tokens / smallest) ** (1 / max(1, room - 1)))
+    smallest = min(SMALLEST_MIXED, max_batch_tokens)
+    factor = max(1.2, (max_batch_tokens / smallest) ** (1 / max(1, room - 1)))
     sizes = {max_batch_tokens}
     for i in range(1, room):
         size = -(-int(max_batch_tokens / factor**i) // 8) * 8

@@ -258,8 +258,11 @@ def replay(run: Run, policy: str | Policy | Callable | None = None) -> str | Non
     """Puts a recorded run's arrivals and tokens through today's Scheduler, step by step, and compares the batches.
 
     Returns None when every step is the same, else the first difference in words: the recording is stale, or the
-    Scheduler changed. policy: the function, where the run was made with a learner's own.
+    Scheduler changed. policy: the function, where the run was made with a learner's own. Raises ValueError for a run
+    made with overlap=True: its steps were planned before what the record of the step before says had happened.
     """
+    if run.meta.get("overlap"):
+        raise ValueError("this run was made with overlap=True, which plans ahead: only runs without it can be replayed")
     options = options_of(run) | ({} if policy is None else {"policy": policy})
     try:
         scheduler = Simulator(lambda chunks: 0.0, **options).scheduler

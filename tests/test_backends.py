@@ -202,7 +202,7 @@ def test_the_kind_of_a_batch():
 def test_with_graphs_auto_takes_the_one_that_a_graph_can_replay(kernels):
     chosen = ask(AutoAttention(graphs=True))
     assert chosen.name == "triton" and chosen.graph_safe
-    assert "triton for decodes, prompts, mixed (the only one that a CUDA graph can replay" in chosen.explain()
+    assert "auto took triton, the only one that a CUDA graph can replay" in chosen.explain()
     assert sum(k.asked for k in kernels.values()) == 1  # nothing else was compiled or tried
 
 
@@ -219,7 +219,7 @@ def test_what_refuses_is_passed_over_and_said_once(kernels, caplog):
     kernels["flashinfer:batch"].refuses = "no nvcc"
     with caplog.at_level(logging.WARNING):
         chosen = ask(AutoAttention(graphs=False))
-    assert chosen.explain().startswith("auto: triton for decodes, mixed; flashinfer:fa3 for prompts")
+    assert chosen.explain().startswith("auto took triton for decodes and mixed, flashinfer:fa3 for prompts, the fastest that")
     assert "left out flash_attn: blocks of 256; left out flashinfer:batch: no nvcc" in chosen.explain()
     assert [r.getMessage() for r in caplog.records] == ["attention: flash_attn left out: blocks of 256", "attention: flashinfer:batch left out: no nvcc"]  # fmt: skip
     for kernel in kernels.values():

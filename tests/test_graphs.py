@@ -12,7 +12,18 @@ from minichunk.attention.torch_backend import TorchAttention
 from minichunk.blocks import BlockTable
 from minichunk.compiled import merge_projections, share_products
 from minichunk.families import forward_packed, probe, twin
-from minichunk.graphs import MOST_GRAPHS, Arrays, Bucket, fed, fill, find_bucket, make_buckets, num_bytes, views
+from minichunk.graphs import (
+    MOST_GRAPHS,
+    SMALLEST_MIXED,
+    Arrays,
+    Bucket,
+    fed,
+    fill,
+    find_bucket,
+    make_buckets,
+    num_bytes,
+    views,
+)
 from minichunk.models import load
 from minichunk.packing import PackedBatch, pack_tokens
 from minichunk.request import Chunk, Request
@@ -151,7 +162,7 @@ def test_every_batch_within_the_limits_has_a_bucket_that_is_not_much_larger(max_
         for seqs in {1, min(max_requests, tokens - 1)}:
             bucket = find_bucket(batch_of(tokens, seqs), decodes, mixed)
             assert not bucket.decodes and tokens <= bucket.tokens and seqs <= bucket.seqs
-            assert bucket.tokens <= max(32, 2 * tokens)
+            assert bucket.tokens <= max(1.25 * SMALLEST_MIXED, 1.8 * tokens)
 
 
 def batch_of(tokens, seqs):

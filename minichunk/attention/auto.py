@@ -71,7 +71,7 @@ class AutoAttention:
             self._why = "the only one that a CUDA graph can replay with other lengths"
         else:
             self._chosen = {kind: self._next(kind) for kind in KINDS}
-            self._why = f"the first of {source} that serves this model here"
+            self._why = f"the fastest that serves this model here ({source})"
         for contender, reason in self._refused.items():
             log.warning("attention: %s left out: %s", contender, reason)
 
@@ -123,7 +123,9 @@ class AutoAttention:
         by_name: dict[str, list[str]] = {}
         for kind, backend in self._chosen.items():
             by_name.setdefault(backend.name, []).append(kind)
-        chosen = "; ".join(f"{name} for {', '.join(kinds)}" for name, kinds in by_name.items())
+        chosen = ", ".join(
+            name if len(by_name) == 1 else f"{name} for {' and '.join(kinds)}" for name, kinds in by_name.items()
+        )
         left_out = "".join(f"; left out {c}: {reason}" for c, reason in self._refused.items())
         last = f"; {self._current.explain()}" if self._current else ""
-        return f"auto: {chosen} ({self._why}){left_out}{last}"
+        return f"auto took {chosen}, {self._why}{left_out}{last}"

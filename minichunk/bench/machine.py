@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
+from minichunk import __version__
 from minichunk.costmodel import GPU, gpu_named
 
 # Measured on an H200: copy 4.28 TB/s, an 8192³ bf16 product 716–790 TFLOP/s.
@@ -24,13 +25,13 @@ def about() -> dict:
     import torch
 
     found = {}
-    for name in ("minichunk", "torch", "triton", "transformers", "flashinfer-python", "flash-attn", "numpy"):
+    for name in ("torch", "triton", "transformers", "flashinfer-python", "flash-attn", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
     return {
-        "versions": {**found, "python": sys.version.split()[0], "cuda": torch.version.cuda},
+        "versions": {"minichunk": __version__, **found, "python": sys.version.split()[0], "cuda": torch.version.cuda},
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "clocks": clocks(), "ceilings": CEILINGS, "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["minichunk", *sys.argv[1:]]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -160,7 +161,9 @@ def _one_side(side: str, spec: dict) -> dict:
 
 
 def write_json(result: dict, path: Path | None) -> None:
-    text = json.dumps(result, indent=1)
+    """To `path` or stdout; a list of plain values takes one line."""
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: "[" + re.sub(r",\s+", ", ", m[1]) + "]", text)
     path.write_text(text + "\n", encoding="utf-8") if path else print(text)
 
 
