@@ -1,5 +1,7 @@
 """Wrong answers to 60.1, 60.2 and 60.3, as learners write them: (exercise, key, function)."""
 
+import torch
+
 from minichunk.blocks import OutOfBlocks
 
 
@@ -19,6 +21,57 @@ def block_not_scaled(block_ids, start, length, block_size):
     return [block_ids[p // block_size] + p % block_size for p in range(start, start + length)]
 
 
+def forgets_the_place_in_the_block(block_ids, start, length, block_size):
+    return [block_ids[p // block_size] * block_size for p in range(start, start + length)]
+
+
+def adds_the_position(block_ids, start, length, block_size):
+    return [block_ids[p // block_size] * block_size + p for p in range(start, start + length)]
+
+
+def _right(block_ids, start, length, block_size):
+    return [block_ids[p // block_size] * block_size + p % block_size for p in range(start, start + length)]
+
+
+def pops_the_blocks_before(block_ids, start, length, block_size):
+    while start >= block_size:
+        block_ids.pop(0)
+        start -= block_size
+    return _right(block_ids, start, length, block_size)
+
+
+def empties_the_table(block_ids, start, length, block_size):
+    found = _right(block_ids, start, length, block_size)
+    block_ids.clear()
+    return found
+
+
+def yields_slots(block_ids, start, length, block_size):
+    yield from _right(block_ids, start, length, block_size)
+
+
+def slots_in_a_tensor(block_ids, start, length, block_size):
+    return torch.tensor(_right(block_ids, start, length, block_size))
+
+
+def makes_slots_and_returns_nothing(block_ids, start, length, block_size):
+    _right(block_ids, start, length, block_size)
+
+
+def appends_a_list(table, pool, n):
+    wanted = -(-n // pool.block_size) - len(table.block_ids)
+    if wanted > pool.num_free:
+        raise OutOfBlocks("none left")
+    table.block_ids.append([pool.take() for _ in range(wanted)])
+
+
+def replaces_the_table(table, pool, n):
+    wanted = -(-n // pool.block_size) - len(table.block_ids)
+    if wanted > pool.num_free:
+        raise OutOfBlocks("none left")
+    table.block_ids = [pool.take() for _ in range(wanted)]
+
+
 def first_token_of_a_block(table, pool, n):
     if n % pool.block_size == 1:
         table.block_ids.append(pool.take())
@@ -35,6 +88,13 @@ def ignores_what_the_table_has(table, pool, n):
         raise OutOfBlocks("none left")
     for _ in range(wanted):
         table.block_ids.append(pool.take())
+
+
+def reads_n_as_tokens_to_add(table, pool, n):
+    wanted = -(-n // pool.block_size)
+    if wanted > pool.num_free:
+        raise OutOfBlocks("none left")
+    table.block_ids += [pool.take() for _ in range(wanted)]
 
 
 def ignores_the_free_tail(table, pool, n):
@@ -99,6 +159,16 @@ WRONG = [
     ("60.1", "chunk_relative", forgets_start),
     ("60.1", "div_mod", div_and_mod_swapped),
     ("60.1", "block_not_scaled", block_not_scaled),
+    ("60.1", "offset_lost", forgets_the_place_in_the_block),
+    ("60.1", "offset_whole", adds_the_position),
+    ("60.1", "changed_inputs", pops_the_blocks_before),
+    ("60.1", "changed_inputs", empties_the_table),
+    ("60.1", "generator", yields_slots),
+    ("60.1", "no_list", slots_in_a_tensor),
+    ("60.1", "no_return", makes_slots_and_returns_nothing),
+    ("60.2", "nested", appends_a_list),
+    ("60.2", "replaced", replaces_the_table),
+    ("60.2", "over_allocated", reads_n_as_tokens_to_add),
     ("60.2", "multi_block_chunk", first_token_of_a_block),
     ("60.2", "multi_block_chunk", one_block_at_most),
     ("60.2", "over_allocated", ignores_what_the_table_has),

@@ -6,6 +6,7 @@ import random
 from typing import Any, Callable
 
 from minichunk.lab.checks import Bug, Exercise, Result
+from minichunk.lab.checks.shared import is_array, kind, plural
 from minichunk.request import Chunk, Request, SamplingParams
 
 
@@ -93,26 +94,50 @@ PACK_MISTAKES = {  # what each known mistake makes of a list
     "logits_rows": {
         "sampled_partial": [lambda chunks: [end - 1 for end in _ends(chunks)]],
         "row_off_by_one": [lambda chunks: [end for c, end in zip(chunks, _ends(chunks)) if c.is_last], _ends],
+        "decode_left_out": [
+            lambda chunks: [e - 1 for c, e in zip(chunks, _ends(chunks)) if c.is_last and not c.is_decode]
+        ],
+        "row_not_packed": [
+            lambda chunks: [c.end - 1 for c in chunks if c.is_last],
+            lambda chunks: [c.length - 1 for c in chunks if c.is_last],
+        ],
     },
 }
 
 
+def _no_lists(got: Any) -> tuple[str, str] | None:
+    """(key, what it is) of an answer that is not five lists of whole numbers, else None."""
+    if not isinstance(got, tuple | list):
+        return "dict" if isinstance(got, dict) else "unknown", f"got {kind(got)}"
+    if len(got) != 5:
+        return "not_five", f"got {plural(len(got), 'value')}, expected 5"
+    for name, part in zip(NAMES, got):
+        if not isinstance(part, tuple | list | range):
+            return "no_lists" if is_array(part) else "unknown", f"{name} is {kind(part)}"
+        for i, x in enumerate(part):
+            if isinstance(x, bool) or not isinstance(x, int):
+                key = "nested" if isinstance(x, tuple | list | range) else "no_lists" if is_array(x) else "unknown"
+                return key, f"{name}[{i}] is {kind(x)}"
+    return None
+
+
 def _lists(got: Any) -> list[list[int]] | None:
-    """The five lists, whatever holds them, or None."""
-    try:
-        lists = [[int(x) for x in part] for part in got]
-    except (TypeError, ValueError):
-        return None
-    return lists if len(lists) == 5 else None
+    """The five lists, or None."""
+    return None if _no_lists(got) else [list(part) for part in got]
 
 
 def check_pack(fn: Callable) -> Result:
     for n, chunks in enumerate(batches()):
         got = fn(chunks)
-        lists, wanted = _lists(got), pack_tokens(chunks)
-        if lists is None:
+        lists, wanted, odd = _lists(got), pack_tokens(chunks), _no_lists(got)
+        if odd:
+            key, there = odd
             rule = f"pack_tokens returns five lists of whole numbers: {', '.join(NAMES)}."
-            return PACK.wrong("unknown", rule, draw(chunks), got, wanted, f"got {str(got)[:120]}")
+            return PACK.wrong(key, rule, draw(chunks), got, wanted, there)
+        if lists != list(wanted) and (found := _whole_mistake(lists, wanted, chunks)):
+            key, there = found
+            rule = f"pack_tokens returns five lists about all chunks, in this order: {', '.join(NAMES)}."
+            return PACK.wrong(key, rule, draw(chunks), tuple(lists), wanted, there)
         for part, name in enumerate(NAMES):
             if lists[part] != wanted[part]:
                 answers = [(chunks, lists[part])]
@@ -121,6 +146,16 @@ def check_pack(fn: Callable) -> Result:
                     answers += [(other, found[part])] if found else []
                 return _explain(name, answers, wanted)
     return _drive(fn)
+
+
+def _whole_mistake(lists: list[list[int]], wanted: tuple, chunks: list[Chunk]) -> tuple[str, str] | None:
+    """(key, difference) of a mistake that is not one list's: another order, or the first chunk alone."""
+    if sorted(lists) == sorted(wanted):
+        at = next(i for i, (a, b) in enumerate(zip(lists, wanted)) if a != b)
+        return "order", f"where {NAMES[at]} belongs, {NAMES[list(wanted).index(lists[at])]} stands"
+    if len(chunks) > 1 and lists == list(pack_tokens(chunks[:1])):
+        return "early_return", f"there are {len(chunks)} chunks, and the lists are those of {chunks[0].id} alone"
+    return None
 
 
 RULES = {
@@ -201,6 +236,15 @@ PACK = Exercise(
         "sampled_partial": "you sample every chunk. Only the last token of a request's tokens tells what comes next: "
         "a chunk that is not is_last gets no row.",
         "row_off_by_one": "cu_seqlens_q[i + 1] is the first row behind chunk i. Its last row is one less.",
+        "decode_left_out": "a decode is_last too: its one row is sampled.",
+        "row_not_packed": "rows count through the whole batch, neither from the chunk's start nor through its request: "
+        "len(token_ids) − 1, once the chunk's tokens are in.",
+        "nested": "a list in a list: append adds one item. Use += (or extend).",
+        "not_five": "return all five lists, with commas between them.",
+        "dict": "return the lists alone, without names: token_ids, positions, …",
+        "no_lists": "plain lists of whole numbers, please: no tensor, no array (.tolist() makes a list of one).",
+        "order": "right lists, in another order.",
+        "early_return": "the return stands inside the loop.",
     },
     passed="124 batches, each integer right.",
     part="packer",
@@ -247,8 +291,12 @@ def problems(seed: int = 50) -> list[tuple]:
     return found
 
 
-def dense(q, ks, vs, cu_q, *, keys="all", mask="bottom_right", heads="interleaved", scale=True):
-    """The same in float64, row by row and head by head, with a known mistake if one is asked for."""
+def dense(q, ks, vs, cu_q, *, keys="all", mask="bottom_right", heads="interleaved", power=0.5, hide="before", axis="keys"):  # fmt: skip
+    """The same in float64, head by head, with a known mistake if one is asked for.
+
+    power: the scores are divided by head size ** power. hide: masked keys get the score −inf ("before" the softmax), the
+    score 0 ("zero"), or lose their weight "after" it. axis: the softmax runs over keys, rows or heads.
+    """
     import torch
 
     out, group = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // ks[0].shape[1]
@@ -258,13 +306,18 @@ def dense(q, ks, vs, cu_q, *, keys="all", mask="bottom_right", heads="interleave
         k, v = {
             "all": (ks[n], vs[n]), "last": (ks[n][-(b - a) :], vs[n][-(b - a) :]), "cu_q": [x[a:b] for x in both],
         }[keys]  # fmt: skip
-        for i in range(b - a):
-            end = {"bottom_right": len(k) - (b - a) + i + 1, "top_left": i + 1, "none": len(k)}[mask]
-            for h in range(q.shape[1]):
-                g = h // group if heads == "interleaved" else h % ks[0].shape[1]
-                scores = k[:end, g].double() @ q[a + i, h].double()
-                weights = (scores / q.shape[2] ** 0.5 if scale else scores).softmax(0)
-                out[a + i, h] = weights @ v[:end, g].double()
+        ahead = {"bottom_right": len(k) - (b - a), "one_wide": len(k) - (b - a) + 1, "top_left": 0, "none": len(k)}[
+            mask
+        ]
+        hidden = torch.tensor([[key > row + ahead for key in range(len(k))] for row in range(b - a)])
+        of = [h // group if heads == "interleaved" else h % ks[0].shape[1] for h in range(q.shape[1])]
+        scores = torch.stack([q[a:b, h].double() @ k[:, g].double().T for h, g in enumerate(of)]) / q.shape[2] ** power
+        if hide != "after":
+            scores[:, hidden] = 0.0 if hide == "zero" else -torch.inf
+        weights = scores.softmax({"keys": 2, "rows": 1, "heads": 0}[axis])
+        weights[:, hidden] = weights[:, hidden] if hide == "zero" else 0.0
+        for h, g in enumerate(of):
+            out[a:b, h] = weights[h] @ v[:, g].double()
     return out
 
 
@@ -273,7 +326,12 @@ MISTAKES = {
     "top_left": [{"mask": "top_left"}],
     "heads_interleaved": [{"heads": "repeated"}],
     "sees_future": [{"mask": "none"}],
-    "no_scale": [{"scale": False}],
+    "one_too_wide": [{"mask": "one_wide"}],
+    "no_scale": [{"power": 0.0}],
+    "scale_d": [{"power": 1.0}],
+    "score_zero": [{"hide": "zero"}],
+    "masked_after": [{"hide": "after"}],
+    "softmax_axis": [{"axis": "rows"}, {"axis": "heads"}],
 }
 TOLERANCE = 1e-4
 
@@ -295,13 +353,13 @@ def check_varlen(fn: Callable) -> Result:
         errors = _errors(got, wanted)
         if errors is not None and float(errors.max()) <= TOLERANCE:
             continue
-        q, ks, _vs, cu = case
-        text = "; ".join(f"{chr(65 + n)}: {cu[n + 1] - cu[n]} new, {len(k)} keys" for n, k in enumerate(ks))
-        text = f"{text}; heads {q.shape[1]}, kv heads {ks[0].shape[1]}, head size {q.shape[2]}; cu_q {cu}"
+        (q, ks, _vs, cu), text = case, _problem_in_words(*case)
         rule = "Each row is the softmax-weighted mean of the values it sees, head by head."
         if errors is None:
-            shape = tuple(got.shape) if hasattr(got, "shape") else repr(got)[:80]
-            return VARLEN.wrong("unknown", "varlen_attention returns a tensor like q.", text, shape, tuple(q.shape), f"got {shape}, expected {tuple(q.shape)}")  # fmt: skip
+            tensor, shape = type(got) is type(q), f"a tensor of shape {tuple(q.shape)}"
+            said = f"a tensor of shape {tuple(got.shape)}" if tensor else kind(got)
+            said += " (numpy's)" * (is_array(got) and not tensor)
+            return VARLEN.wrong("unknown" if tensor or got is None else "no_tensor", "varlen_attention returns a tensor like q.", text, None if got is None else said, shape, f"got {said}, expected {shape}")  # fmt: skip
         row, head = (int(x) for x in (errors > TOLERANCE).nonzero()[0])
         n = next(i for i in range(len(ks)) if cu[i] <= row < cu[i + 1])
         token = len(ks[n]) - (cu[n + 1] - cu[n]) + row - cu[n]
@@ -310,9 +368,15 @@ def check_varlen(fn: Callable) -> Result:
             f"packed row {row} = request {chr(65 + n)}, token {token}, head {head}: you wrote {show(got[row, head])}, "
             f"expected {show(wanted[row, head])} = the weighted mean of values 0…{token}"
         )
-        return VARLEN.wrong(_mistake(cases, answers, case, got), rule, text, f"errors by row {_rows(errors)}", f"below {TOLERANCE:g}", there)  # fmt: skip
+        key = "sees_nothing" if bool(got.isnan().any()) else _mistake(cases, answers, case, got)
+        return VARLEN.wrong(key, rule, text, f"errors by row {_rows(errors)}", f"below {TOLERANCE:g}", there)  # fmt: skip
     worst = max(float(_errors(got, dense(*case)).max()) for case, got in zip(cases, answers))
     return Result(True, "passed", f"{VARLEN.passed} Largest error {worst:.0e}.")
+
+
+def _problem_in_words(q: Any, ks: list, vs: list, cu: list[int]) -> str:
+    text = "; ".join(f"{chr(65 + n)}: {cu[n + 1] - cu[n]} new, {plural(len(k), 'key')}" for n, k in enumerate(ks))
+    return f"{text}; heads {q.shape[1]}, kv heads {ks[0].shape[1]}, head size {q.shape[2]}; cu_q {cu}"
 
 
 def _rows(errors: Any) -> list[float]:
@@ -347,9 +411,17 @@ VARLEN = Exercise(
         "heads_interleaved": "repeat lays the kv heads out as 0 1 0 1. Query heads 0 and 1 share kv head 0: "
         "repeat_interleave gives 0 0 1 1.",
         "sees_future": "there is no causal mask: a row sees tokens that come after it.",
+        "one_too_wide": "your mask is one key too wide: tril(len(k) − rows).",
         "no_scale": "divide the scores by the square root of the head size.",
+        "scale_d": "you divide by the head size. Its square root it is.",
+        "score_zero": "a score of 0 still weighs e⁰ = 1. Masked scores are -inf, before the softmax.",
+        "masked_after": "you mask after the softmax: the weights of a row no longer add up to 1. Mask the scores, with -inf.",
+        "softmax_axis": "the softmax runs over the keys, the last axis of [heads, rows, keys].",
+        "sees_nothing": "nan: a row sees no key at all. Is the mask one key too narrow, or upside down?",
+        "no_tensor": "return one tensor: fill torch.empty_like(q), or torch.cat the requests' parts.",
     },
     passed="seven batches, grouped heads included, against float64.",
+    show=_problem_in_words,
 )
 
 

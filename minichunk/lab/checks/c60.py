@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 from minichunk.blocks import BlockError, BlockTable, OutOfBlocks
 from minichunk.lab.checks import Bug, Exercise, Result
+from minichunk.lab.checks.shared import is_array, kind
 from minichunk.lab.watchdog import Raised
 from minichunk.request import Request, SamplingParams
 
@@ -43,6 +44,7 @@ def _slots_as(block_ids, start, length, block_size, mistake):
         if where >= len(block_ids):
             return None
         block = where if mistake == "block_ids_skipped" else block_ids[where]
+        offset = {"offset_lost": 0, "offset_whole": p}.get(mistake, offset)
         out.append(block + offset if mistake == "block_not_scaled" else block * block_size + offset)
     return out
 
@@ -58,12 +60,13 @@ def check_slots(fn: Callable) -> Result:
     for case in cases:
         block_ids, start, length, size = case
         got, wanted = fn(*case), slots(*case)
-        try:
-            got = [int(slot) for slot in got]
-        except (TypeError, ValueError):
-            return SLOTS.wrong(
-                "unknown", "slots returns a list of whole numbers.", _say(case), got, wanted, f"got {got!r}"
-            )
+        odd = None if isinstance(got, list) else got
+        if isinstance(got, list):
+            odd = next((slot for slot in got if isinstance(slot, bool) or not isinstance(slot, int)), None)
+        if odd is not None or got is None:
+            key = "no_list" if is_array(odd) else "unknown"
+            there = f"got {kind(got)}" + f" that holds {kind(odd)}" * isinstance(got, list)
+            return SLOTS.wrong(key, "slots returns a list of whole numbers.", _say(case), got, wanted, there)
         if got == wanted:
             continue
         explains = {key: sum(_answer(fn, c) == _slots_as(*c, key) for c in PLACES) for key in SLOTS.causes if _slots_as(*case, key) == got}  # fmt: skip
@@ -100,6 +103,9 @@ SLOTS = Exercise(
         "chunk_relative": "you counted from the chunk's first token. Positions begin at start: the chunk may begin in "
         "the middle of a block.",
         "div_mod": "// and % changed places: p // block_size is the block, p % block_size the place in it.",
+        "offset_lost": "you forgot p % block_size, the token's place in its block.",
+        "offset_whole": "you added p. The token's place in its block is p % block_size.",
+        "no_list": "a plain list of whole numbers, please (.tolist() makes one of a tensor or an array).",
         "block_not_scaled": "a block has block_size slots, so block b begins at slot b · block_size.",
     },
     passed="159 chunks, some of them beginning inside a block.",
@@ -164,8 +170,16 @@ def check_grow(fn: Callable) -> Result:
             refused = False
         except OutOfBlocks:
             refused = True
-        got, taken = list(table.block_ids), len(table) - len(held)
-        says = "OutOfBlocks" if refused else f"block_ids {got}"
+        got = list(table.block_ids)
+        taken, says = len(got) - len(held), "OutOfBlocks" if refused else f"block_ids {got}"
+        odd = next((block for block in got if isinstance(block, bool) or not isinstance(block, int)), None)
+        if odd is not None:
+            rule = "table.block_ids is a flat list of block numbers."
+            key = "nested" if isinstance(odd, list | tuple) else "unknown"
+            return GROW.wrong(key, rule, case, says, f"{held} and {wanted} blocks of pool.take()", f"block_ids[{got.index(odd)}] is {kind(odd)}")  # fmt: skip
+        if got[: len(held)] != held:
+            rule = "What is in the table stays there, in its order."
+            return GROW.wrong("replaced", rule, case, says, f"{held} and what is missing", f"block_ids was {held} and is {got}")  # fmt: skip
         if wanted > free:
             if not refused or got != held or pool.num_free != free:
                 rule = "All or nothing: when the blocks do not suffice, raise OutOfBlocks and change nothing."
@@ -181,7 +195,7 @@ def check_grow(fn: Callable) -> Result:
             key = "unknown" if refused else "over_allocated" if taken > wanted else "multi_block_chunk"
             return GROW.wrong(key, rule, case, says, f"{wanted} more block{'s' * (wanted != 1)}", there)
         fresh = got[len(held) :]
-        if got[: len(held)] != held or len(set(got)) != len(got) or pool.num_free != free - wanted or any(pool.ref_counts[b] != 1 for b in fresh):  # fmt: skip
+        if len(set(got)) != len(got) or pool.num_free != free - wanted or any(pool.ref_counts[b] != 1 for b in fresh):  # fmt: skip
             rule = "New blocks come from pool.take(), one call a block, and go to the end of table.block_ids."
             there = f"block_ids was {held} and is {got}; the pool had {free} free blocks and has {pool.num_free}"
             return GROW.wrong("unknown", rule, case, says, f"{held} and {wanted} blocks of pool.take()", there)
@@ -195,7 +209,9 @@ GROW = Exercise(
     causes={
         "multi_block_chunk": "you took too few. 'A new block at the first token of a block' holds when one token comes; "
         "a chunk may need several blocks, and may begin and end anywhere.",
-        "over_allocated": "you took too many. What the table has counts, and the last block has room until it is full.",
+        "over_allocated": "you took too many. n is the total: what the table has counts, and the last block has room until it is full.",
+        "nested": "block_ids holds a list: append adds one item; use extend or +=.",
+        "replaced": "you replaced the table: append to what is there.",
         "half_taken": "compare what you need with pool.num_free before the first pool.take(), and raise OutOfBlocks.",
     },
     passed="each table with just the blocks that it needs.",
