@@ -151,6 +151,29 @@ def test_thrown_out_says_what_was_lost():
     assert lab.thrown_out(scene_of_60_4(c60.grow)) == "nobody was thrown out"
 
 
+# --- the checks ---------------------------------------------------------------------------------------------------------
+def test_the_float64_attention_of_the_check_is_torchs_own():
+    import torch
+
+    for q, ks, vs, cu in c50.problems():
+        wanted = []
+        for n, (k, v) in enumerate(zip(ks, vs)):
+            mine = q[cu[n] : cu[n + 1]]
+            sees = torch.tensor([[j <= len(k) - len(mine) + i for j in range(len(k))] for i in range(len(mine))])
+            query, key, value = (x.double().transpose(0, 1) for x in (mine, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, sees, enable_gqa=True)
+            wanted.append(out.transpose(0, 1))
+        torch.testing.assert_close(c50.dense(q, ks, vs, cu), torch.cat(wanted))
+
+
+def test_an_error_in_50_2_shows_the_batch_in_words_and_a_foreign_type_is_named():
+    result = lab.check("50.2", lambda q, ks, vs, cu_q: q @ ks)
+    assert "Smallest input found:  A: 1 new, 1 key; heads 1, kv heads 1, head size 2; cu_q [0, 1]" in result.message
+    assert "tensor(" not in result.message
+    result = lab.check("50.2", lambda q, ks, vs, cu_q: q.numpy())
+    assert "got an array of 2 numbers (numpy's), expected a tensor of shape (1, 1, 2)" in result.message
+
+
 # --- the explorer ----------------------------------------------------------------------------------------------------
 def test_operations_become_steps_on_a_real_pool():
     run = lab.replay_blocks(OPERATIONS, num_blocks=10, block_size=4)

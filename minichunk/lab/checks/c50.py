@@ -70,7 +70,7 @@ def row_name(chunks: list[Chunk], row: int) -> str:
         if first <= row < first + c.length:
             return f"packed row {row} = request {c.id}, token {c.start + row - first}"
         first += c.length
-    return f"row {row} (there are {first} rows, so 0…{first - 1})"
+    return f"row {row} (the batch has {plural(first, 'row')}, from 0)"
 
 
 def _ends(chunks: list[Chunk]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 from minichunk.blocks import BlockError, BlockTable, OutOfBlocks
 from minichunk.lab.checks import Bug, Exercise, Result
-from minichunk.lab.checks.shared import is_array, kind
+from minichunk.lab.checks.shared import is_array, kind, plural
 from minichunk.lab.watchdog import Raised
 from minichunk.request import Request, SamplingParams
 
@@ -176,7 +176,7 @@ def check_grow(fn: Callable) -> Result:
         if odd is not None:
             rule = "table.block_ids is a flat list of block numbers."
             key = "nested" if isinstance(odd, list | tuple) else "unknown"
-            return GROW.wrong(key, rule, case, says, f"{held} and {wanted} blocks of pool.take()", f"block_ids[{got.index(odd)}] is {kind(odd)}")  # fmt: skip
+            return GROW.wrong(key, rule, case, says, f"{held} and {plural(wanted, 'block')} of pool.take()", f"block_ids[{got.index(odd)}] is {kind(odd)}")  # fmt: skip
         if got[: len(held)] != held:
             rule = "What is in the table stays there, in its order."
             return GROW.wrong("replaced", rule, case, says, f"{held} and what is missing", f"block_ids was {held} and is {got}")  # fmt: skip
@@ -198,7 +198,9 @@ def check_grow(fn: Callable) -> Result:
         if len(set(got)) != len(got) or pool.num_free != free - wanted or any(pool.ref_counts[b] != 1 for b in fresh):  # fmt: skip
             rule = "New blocks come from pool.take(), one call a block, and go to the end of table.block_ids."
             there = f"block_ids was {held} and is {got}; the pool had {free} free blocks and has {pool.num_free}"
-            return GROW.wrong("unknown", rule, case, says, f"{held} and {wanted} blocks of pool.take()", there)
+            return GROW.wrong(
+                "unknown", rule, case, says, f"{held} and {plural(wanted, 'block')} of pool.take()", there
+            )
     return _drive(GROW, fn, release)
 
 
