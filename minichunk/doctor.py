@@ -8,14 +8,13 @@ import importlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from minichunk import smollm2
+from minichunk import paths, smollm2
 from minichunk.threads import cores, num_threads
 
 PYTHON = (3, 11)
@@ -26,6 +25,7 @@ CORE = {
 }  # fmt: skip
 BELOW = {"transformers": "6"}
 WIDGETS = {"jupyterlab": "4.4", "ipywidgets": "8.1.5", "plotly": "6.1", "anywidget": "0.9.18"}
+KERNELS = {"triton": "3.6", "flash-attn": "2.8", "flashinfer-python": "0.6.13"}
 PIP = "python -m pip install"
 
 
@@ -211,11 +211,13 @@ def _kernels(name: str, package: str, module: str, cuda: bool, torch, options: s
     """An optional package. Its command names the torch that is there, so that pip keeps it."""
     has = _version(package)
     keep = f" torch=={torch.__version__}" if torch is not None else ""
-    fix = f"{PIP} {options}{package}{keep}"
+    fix = f'{PIP} {options}"{package}>={KERNELS[package]}"{keep}'
     if not has:
         return Check(name, "missing" if cuda else "not here; for CUDA machines", "off", fix if cuda else "")
     if not cuda:
         return Check(name, f"{has}, not used on a CPU", "off")
+    if not _at_least(has, KERNELS[package]):
+        return Check(name, f"{has}, at least {KERNELS[package]} needed", "bad", fix)
     loaded, problem = _import(module)
     if loaded is None:
         return Check(name, f"{has}, {problem}", "bad", f"{PIP} --force-reinstall --no-deps {options}{package}")
@@ -223,8 +225,7 @@ def _kernels(name: str, package: str, module: str, cuda: bool, torch, options: s
 
 
 def _nvcc(cuda: bool) -> Check:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc") or (home and shutil.which("nvcc", path=os.path.join(home, "bin")))
+    nvcc = paths.nvcc()
     if not nvcc:
         fix = (
             "conda install -c conda-forge cuda-nvcc"
@@ -244,11 +245,14 @@ def _backend(torch, cuda: bool) -> Check:
     """What Engine(attention="auto", device="auto") takes, said by the code that takes it."""
     if torch is None:
         return Check("backend", "none without torch", "bad", f'{PIP} "torch>={CORE["torch"]}"', needed=True)
-    from minichunk.attention import make_backend
-
     device = torch.device("cuda" if cuda else "cpu")
     try:
-        return Check("backend", f"{make_backend('auto', device).name} on {device}", "ok", needed=not cuda)
+        from minichunk.attention import LayerSpec, make_backend
+        from minichunk.options import resolve_dtype
+
+        backend = make_backend("auto", device)
+        backend.check([LayerSpec(32, 8, 128, 128, 128**-0.5)], 16, resolve_dtype("auto", device, ""), device)
+        return Check("backend", f"{backend.name} on {device}", "ok", needed=not cuda)
     except Exception as error:
         return Check("backend", f"{type(error).__name__}: {error}", "bad", f"{PIP} triton", needed=not cuda)
 

@@ -1,5 +1,9 @@
-"""Where the project's own files lie, from a checkout and from an installed wheel."""
+"""Where things lie: the project's own files, from a checkout and from an installed wheel; the CUDA compiler."""
 
+from __future__ import annotations
+
+import os
+import shutil
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -16,3 +20,10 @@ def data_path(name: str = "") -> Path:
         if (place / name).exists():
             return place / name
     raise FileNotFoundError(f"data file {name!r} is in none of {', '.join(map(str, places))}: reinstall minichunk")
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler that FlashInfer would call: under CUDA_HOME or CUDA_PATH, on the PATH, or in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [os.path.join(home, "bin")] if home else [None, "/usr/local/cuda/bin"]
+    return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)

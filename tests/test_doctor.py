@@ -162,6 +162,13 @@ def test_a_kernel_package_built_for_another_torch(monkeypatch):
     assert check.state == "bad" and "undefined symbol" in check.found and "--no-deps" in check.fix
 
 
+def test_a_kernel_package_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: "0.5.1")
+    check = doctor._kernels("FlashInfer", "flashinfer-python", "flashinfer", True, fake_torch())
+    assert check.state == "bad" and check.found == "0.5.1, at least 0.6.13 needed"
+    assert '"flashinfer-python>=0.6.13" torch==' in check.fix
+
+
 def test_kernel_packages_are_not_asked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     check = doctor._kernels("FlashInfer", "flashinfer-python", "flashinfer", False, fake_torch())
@@ -173,8 +180,9 @@ def test_nvcc_is_found_in_cuda_home(monkeypatch, tmp_path):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.1\n")
     nvcc.chmod(0o755)
-    real = doctor.shutil.which
-    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: path and real(name, path=path))
+    real = doctor.paths.shutil.which
+    only = lambda name, path=None: real(name, path=path) if path == str(tmp_path / "bin") else None  # noqa: E731
+    monkeypatch.setattr(doctor.paths.shutil, "which", only)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert doctor._nvcc(True) == Check("nvcc", f"12.9 ({nvcc})", "ok")
     monkeypatch.delenv("CUDA_HOME")

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from minichunk import doctor
+from minichunk.attention import flashinfer_backend
 from minichunk.paths import data_path
 from minichunk.threads import cores, num_threads
 
@@ -127,6 +128,9 @@ def test_doctor_asks_for_what_pyproject_asks_for():
         assert str(requirement.specifier).count(f">={low}") == 1
     assert {*doctor.CORE, *doctor.WIDGETS} == set(ranges([*CORE, *EXTRAS["notebooks"]]))
     assert Version(".".join(map(str, doctor.PYTHON))) in Requirement(f"x{PROJECT['requires-python']}").specifier
+    for package, extra in (("triton", "triton"), ("flash-attn", "flash-attn"), ("flashinfer-python", "flashinfer")):
+        assert f">={doctor.KERNELS[package]}" in str(ranges(EXTRAS[extra])[package])
+    assert doctor.KERNELS["flashinfer-python"] == ".".join(map(str, flashinfer_backend.LOWEST))
     assert doctor.BELOW["transformers"] in str(ranges(CORE)["transformers"])
 
 

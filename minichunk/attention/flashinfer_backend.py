@@ -17,7 +17,6 @@ Layers that differ (heads, window, soft cap, scale) have plans of their own.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,19 +27,13 @@ from torch import Tensor
 from minichunk.attention.base import LayerSpec, StepMeta, Unsupported
 from minichunk.attention.trial import rows_only, trial
 from minichunk.packing import PackedBatch
+from minichunk.paths import nvcc
 
 PATHS = ("fa2", "fa3", "default", "split", "split_fa3", "batch")
 LOWEST = (0, 6, 13)  # the version that was tried
 HEAD_DIMS = (64, 128, 256)
 TILE = 128  # most lines (rows × heads of a group) of a prefill tile
 INSTALL = "pip install flashinfer-python (minichunk doctor gives the command that leaves torch as it is)"
-
-
-def nvcc() -> str | None:
-    """The CUDA compiler FlashInfer would call: under CUDA_HOME or CUDA_PATH, on the PATH, or in /usr/local/cuda."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [os.path.join(home, "bin")] if home else [None, "/usr/local/cuda/bin"]
-    return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
 
 
 def obstacle(path: str, device: torch.device) -> str | None:

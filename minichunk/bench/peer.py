@@ -163,7 +163,7 @@ def _one_side(side: str, spec: dict) -> dict:
 def write_json(result: dict, path: Path | None) -> None:
     """To `path` or stdout; a list of plain values takes one line."""
     text = json.dumps(result, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: "[" + re.sub(r",\s+", ", ", m[1]) + "]", text)
+    text = re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", lambda m: "[" + re.sub(r",\n\s*", ", ", m[1]) + "]", text)
     path.write_text(text + "\n", encoding="utf-8") if path else print(text)
 
 

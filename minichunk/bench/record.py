@@ -82,7 +82,13 @@ def _part(name: str, folder: Path, trace: str) -> None:
     from minichunk.bench.peer import write_json
 
     folder.mkdir(parents=True, exist_ok=True)
-    result = PARTS[name](folder, trace) | {"command": f"minichunk record {folder.name} --only {name}"}
+    sys.argv[1:] = [
+        "record",
+        folder.name,
+        "--only",
+        name,
+    ]  # what each result says of its command, without anybody's folders
+    result = PARTS[name](folder, trace)
     write_json(result, folder / f"{name}.json")
     if name == "serve":  # two replays are enough to look at
         for path in folder.glob("serve_*.json.gz"):

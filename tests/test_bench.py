@@ -1,0 +1,107 @@
+"""The benches' arithmetic and files, on a CPU. What they measure on a GPU, only a GPU can show."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from minichunk import cli, workloads
+from minichunk.bench import kernels, record, serve
+from minichunk.bench.peer import write_json
+from minichunk.record import RequestRecord, Run
+from minichunk.workloads import BadTrace, TraceRequest
+
+TRACE = [TraceRequest(0.0, 40, 5), TraceRequest(0.01, 7, 9), TraceRequest(0.02, 90, 3), TraceRequest(0.02, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """(result, folder of Runs) of the trace under two policies on the tiny model."""
+    folder = tmp_path_factory.mktemp("runs")
+    trace = workloads.save(TRACE, folder / "trace.json")
+    return serve.serve("tiny", str(trace), ["mixed", "prefill_first"], [16], None, 0.2, folder, max_requests=4), folder
+
+
+def test_each_policy_gets_a_row_with_the_figures_of_its_run(served):
+    result, folder = served
+    assert [row["run"] for row in result["rows"]] == ["mixed 16", "prefill_first 93"]  # the longest: 90 + 3
+    for row, name in zip(result["rows"], ("serve_mixed_16", "serve_prefill_first_93")):
+        run = Run.load(folder / f"{name}.json.gz")
+        records = run.requests.values()
+        ttft = np.array([r.token_times[0] - r.arrival for r in records]) * 1e3
+        gaps = np.concatenate([np.diff(r.token_times) for r in records]) * 1e3
+        assert row["ttft_p50_ms"] == pytest.approx(np.percentile(ttft, 50), abs=0.01)
+        assert row["tbt_p99_ms"] == pytest.approx(np.percentile(gaps, 99), abs=0.01)
+        assert row["gaps"] == len(gaps) == 5 + 9 + 3 + 1 - 4 and row["requests"] == 4
+        assert [len(r.output_ids) for r in records] == [5, 9, 3, 1]
+        assert (row["mixed_share"] > 0) == (name == "serve_mixed_16")
+        assert run.meta["overlap"] is False and "torch" in row["explain"]
+
+
+def test_a_saved_run_is_a_trace(served, tmp_path):
+    again = workloads.load(served[1] / "serve_mixed_16.json.gz")
+    assert [(r.prompt_tokens, r.output_tokens) for r in again] == [(r.prompt_tokens, r.output_tokens) for r in TRACE]
+    assert [r.arrival for r in again] == pytest.approx([0.0, 0.01, 0.02, 0.02])
+    (tmp_path / "broken.gz").write_bytes(b"no run")
+    with pytest.raises(BadTrace, match="not a gzip JSON run"):
+        workloads.read(tmp_path / "broken.gz")
+    Run({}, {0: RequestRecord(0, [1], [], 0.0)}).save(tmp_path / "open.json.gz")
+    with pytest.raises(BadTrace, match="a request without an answer"):
+        workloads.read(tmp_path / "open.json.gz")
+
+
+def test_a_row_counts_seconds_from_the_first_arrival_to_the_last_token():
+    times = {0: (2.0, [2.5, 2.6, 3.0]), 1: (2.25, [2.75, 4.0])}
+    run = Run(
+        {}, {i: RequestRecord(i, [1], [0] * len(t), at, token_times=t, finished=t[-1]) for i, (at, t) in times.items()}
+    )
+    row = serve.row("two", run, slo=0.3)
+    assert (row["seconds"], row["output_tokens_per_s"], row["stalls"], row["gaps"]) == (2.0, 2.5, 2, 3)
+    assert (row["ttft_p50_ms"], row["tbt_max_ms"]) == (500.0, 1250.0)
+
+
+def test_the_table_of_auto_is_the_mean_share_of_each_kind(tmp_path):
+    batch = lambda kind, **shares: {"kind": kind, "contenders": {n: {"of_roof": s} for n, s in shares.items()}}  # noqa: E731
+    batches = {
+        "a": batch("mixed", triton=0.9, other=0.4),
+        "b": batch("mixed", triton=0.4, other=0.4),
+        "c": batch("decodes", triton=0.95),
+    }
+    result = {"card": "a card", "date": "2026-01-02", "batches": batches}
+    assert kernels.shares(result) == {"mixed": {"triton": 0.6, "other": 0.4}, "decodes": {"triton": 0.95}}
+    path = tmp_path / "attention.json"
+    path.write_text('{"old card": {"date": "2025-01-01"}}')
+    kernels.write_table(result, path)
+    assert json.loads(path.read_text()) == {
+        "old card": {"date": "2025-01-01"},
+        "a card": {"date": "2026-01-02", **kernels.shares(result)},
+    }
+
+
+def test_json_keeps_every_value_and_puts_plain_lists_on_one_line(tmp_path):
+    value = {
+        "text": "a [ b,  c ] {d}\n[ e ]",
+        "times": [1.5, 2, None],
+        "rows": [{"x": [1]}, [[], ["y, [z", 3]]],
+        "µ": {},
+    }
+    write_json(value, tmp_path / "x.json")
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text) == value and ' "times": [1.5, 2, null],' in text.splitlines()
+
+
+def test_recording_needs_a_gpu_and_known_parts(tmp_path, monkeypatch):
+    import torch
+
+    ran = CliRunner().invoke(cli.app, ["record", str(tmp_path / "new"), "--trace", "azure-conv"])
+    if not torch.cuda.is_available():
+        assert ran.exit_code and "needs a CUDA device" in str(ran.output) + str(ran.exception)
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="no part 'speed'; there are kernels, steps"):
+        record.record(tmp_path / "new", "x", ["kernels", "speed"])
+
+
+def test_serve_without_a_trace_or_peer_says_what_to_give():
+    ran = CliRunner().invoke(cli.app, ["bench", "serve"])
+    assert ran.exit_code and "give --peer transformers, or --trace" in ran.output + str(ran.exception)
