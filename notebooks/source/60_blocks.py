@@ -215,8 +215,9 @@ print("percent wasted, median (P5…P95):", ", ".join(ways))
 draws = [("sharegpt-8k", 8192, n) for n in (5, 50, 500)] + [("azure-conv", 16384, 50)]
 for trace, longest, n in draws:
     found = lab.waste(trace, longest, n)
-    said = ["{1:4.1f} ({0:.1f}…{2:.1f})".format(*percentile(found[way], [5, 50, 95])) for way in ways]
-    print(f"{trace:>11}, {n:>3} requests:", "   ".join(said))
+    ranges = [percentile(found[way], [5, 50, 95]) for way in ways]
+    said = [f"{mid:4.1f} ({low:.1f}…{high:.1f})" for low, mid, high in ranges]
+    print(f"{trace:>11}, {n:>3} requests: {said[0]:<19}{said[1]:<19}{said[2]}")
 
 # %% [markdown]
 """

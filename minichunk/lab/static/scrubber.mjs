@@ -651,7 +651,7 @@ class RunView {
       if (pick?.r === r) tr.className = "mc-on";
       return tr;
     });
-    const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, ...t.split(/(?<=_)/).flatMap((part) => [part, h("wbr")])))));
+    const head = h("thead", {}, h("tr", {}, ...["seq", "cu_seqlens_q", "positions", "seq_lens_k", "logits_rows", "samples"].map((t) => h("th", { scope: "col" }, ...t.split(/(?<=^[a-z]+_)/).flatMap((part) => [part, h("wbr")])))));
     this.table.replaceChildren(head, h("tbody", {}, ...rows, h("tr", {}, cell(""), cell(f.tokens), cell(""), cell(""), cell(""), cell(""))));
   }
 
