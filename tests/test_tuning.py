@@ -81,3 +81,18 @@ def test_map_marks_the_front():
         line = next(w for w in words if w.startswith(f"{run.meta['policy']}, budget {run.meta['max_batch_tokens']:,}:"))
         assert line.endswith("(on the front)") == (not beaten(run))
     assert words[-1] == "promise: P99 TBT at most 100 ms"
+
+
+def test_what_was_measured_is_what_the_kept_runs_hold():
+    rows = {row["run"]: row for row in lab.measured()}
+    for name in ("mixed 1024", "prefill_first 8192"):
+        run, row = lab.recorded_run(name), rows[name]
+        gaps = np.concatenate([np.diff(r.token_times) for r in run.requests.values()]) * 1e3
+        assert (row["gaps"], row["steps"], row["requests"]) == (len(gaps), len(run.steps), len(run.requests))
+        assert row["tbt_p99_ms"] == pytest.approx(np.percentile(gaps, 99), abs=0.01)
+        assert row["stalls"] == (gaps > 200).sum()
+        assert run.meta["source"].startswith("RECORDED NVIDIA H200")
+        assert sum(s.num_tokens for s in run.steps) == sum(
+            len(r.prompt_ids) + len(r.output_ids) - 1 for r in run.requests.values()
+        )
+    assert "transformers 1024" not in rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from minichunk import workloads
 from minichunk.costmodel import TYPICAL, CostModel
 from minichunk.lab.exercises import code_of
 from minichunk.lab.widgets import Panel
+from minichunk.paths import data_path
 from minichunk.record import Run
 from minichunk.scheduler import Policy, make_policy
 from minichunk.simulator import simulate
@@ -34,6 +36,18 @@ def serve(policy: str | Policy | Callable = "mixed", budget: int | None = 512, b
     if code_of(policy):
         run.meta["code"] = code_of(policy)
     return run
+
+
+def measured(card: str = "h200") -> list[dict]:
+    """What `minichunk record` measured on this card under 480 of Azure's conversations, 16 a second, on Llama-3-8B's shape: a
+    row a policy and budget, times in ms. Raises FileNotFoundError where nothing is recorded."""
+    rows = json.loads(data_path(f"recorded/{card}/serve.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["mixed_share"] is not None]  # without the peer
+
+
+def recorded_run(name: str = "mixed 1024", card: str = "h200") -> Run:
+    """One of those measurements step by step: "mixed 1024" or "prefill_first 8192"."""
+    return Run.load(data_path(f"recorded/{card}/serve_{name.replace(' ', '_')}.json.gz"))
 
 
 def waits(run: Run) -> tuple[float, float]:
