@@ -62,6 +62,15 @@ def test_not_started_uses_the_reference(my, capsys):
     assert not (my / "solved").exists()
 
 
+def test_the_way_out_when_stuck_works(capsys):
+    """What the message and notebook 00 promise: the bare statement, in the place of the learner's lines."""
+
+    def is_mixed(chunks):
+        raise NotImplementedError
+
+    assert exercises.code_of(lab.exercise("00.1", is_mixed)) == "REFERENCE"
+
+
 def test_running_the_check_again_does_not_pass_with_the_reference(my, capsys):
     used = lab.exercise("00.1", lab.exercise("00.1", unfinished))
     assert exercises.code_of(used) == "REFERENCE" and not (my / "solved").exists()
@@ -85,6 +94,7 @@ def test_wrong_stops_the_cell_with_the_explanation_alone():
     assert isinstance(outcome.error_in_exec, lab.WrongAnswer) and not outcome.success
     said = shown.stdout + shown.stderr
     assert "00.1 is_mixed is not right yet" in said and "Likely cause" in said
+    assert "Stuck? With `raise NotImplementedError` in the place of your lines" in said
     assert "Traceback" not in said and "File " not in said
 
 

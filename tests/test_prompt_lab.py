@@ -220,7 +220,12 @@ def test_splitter_changes_one_figure_in_place():
     widget.choose(100)
     same(shown, lab.chunk_plan(571, 100))
     assert widget._slider.value == 100 and "571 tokens in 6 chunks" in str(widget)
-    assert "lab.split_prompt(571, 100)" in widget._line.value
+    assert (
+        "lab.split_prompt(571, 100)" in widget._line.value
+        and "Keys are read 3.63 times, the weights 6 times." in str(widget)
+    )
+    widget.choose(571)
+    assert "Keys are read once, the weights once." in str(widget)
     widget.reset()
     assert widget.state["chunk"] == 64
 
@@ -233,6 +238,27 @@ def test_splitter_refuses_and_keeps_its_state():
     with pytest.raises(ValueError, match="unknown model shape"):
         lab.split_prompt(571, 64, "llama-9")
     assert lab.split_prompt(16384, 512, "llama-3-8b").code() == "lab.split_prompt(16384, 512, shape='llama-3-8b')"
+    assert lab.split_prompt(20, 8, TOY).code() == "lab.split_prompt(20, 8, shape)"
+
+
+def test_numbers_that_notebook_30_says_about_the_last_chunk():
+    for prompt, chunk, shape, said in ((16384, 512, "llama-3-8b", "1.59"), (512, 64, "smollm2-135m", "1.15")):
+        cost = scenes_prompt.split_cost(prompt, chunk, shape)
+        first, *_, last = (a + b for a, b in zip(cost["linear"], cost["attention"]))
+        assert f"{last / first:.3g}" == said
+
+
+def test_the_shape_of_a_lab_model_names_no_folder_and_has_four_bytes_a_value():
+    shape = lab.model_shape("tiny")
+    assert (shape.name, shape.dtype_bytes) == ("tiny", 4)
+    assert "COUNTED · tiny, 4 bytes a value" in lab.chunk_plan(20, 8, shape).layout.title.text
+
+
+def test_the_check_of_10_1_goes_past_the_end_token():
+    """The case that catches an answer cut short: its end token is not the last of the n."""
+    model, tokenizer = c10._tiny()
+    text, n = c10.TEXTS[-1]
+    assert tokenizer.eos_token_id in c10.transformers_answer(model, tokenizer(text)["input_ids"], n)[:-1]
 
 
 def test_meter_says_what_a_chunk_costs():

@@ -19,6 +19,7 @@ from minichunk.lab.places import my_dir
 from minichunk.lab.watchdog import SECONDS, Lazy, Raised, TooSlow, limited
 
 YOUR, REFERENCE = "YOUR", "REFERENCE"
+STUCK = "Stuck? With `raise NotImplementedError` in the place of your lines the reference takes over, and you can go on."
 _passed: dict[str, Callable] = {}  # the functions that passed in this kernel
 
 
@@ -101,7 +102,7 @@ def exercise(id: str, fn: Callable) -> Callable:
         return fn
     _passed.pop(id, None)
     if result.key != "not_started":
-        raise WrongAnswer(f"✘ {id} {entry.name} is not right yet.\n\n{result.message}")
+        raise WrongAnswer(f"✘ {id} {entry.name} is not right yet.\n\n{result.message}\n\n{STUCK}")
     if os.environ.get("MINICHUNK_REQUIRE_SOLVED") == "1":
         raise WrongAnswer(f"✘ {id} {entry.name} is not started, and MINICHUNK_REQUIRE_SOLVED=1 asks for it.")
     titles = f", and figures say REFERENCE {entry.part}" if entry.part else ""

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -54,7 +54,7 @@ def transformers_answer(ids: list[int], n: int, name: str = "smollm2") -> list[i
 
 def model_shape(name: str = "smollm2", dtype_bytes: int = 4) -> ModelShape:
     """The shape of a lab model, for the cost model: float32 has 4 bytes a value."""
-    return ModelShape.of(_plain(name).config, dtype_bytes)
+    return replace(ModelShape.of(_plain(name).config, dtype_bytes), name=name)  # its own name may be a folder's
 
 
 # --- this machine's roof -------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def decode(ids: Sequence[int], model: str = "smollm2") -> str:
 
 
 def split_times(
-    chunks: Sequence[int], prompt: int = 512, repeats: int = 2, model: str = "smollm2"
+    chunks: Sequence[int], prompt: int = 512, repeats: int = 3, model: str = "smollm2"
 ) -> dict[int, list[list[float]]]:
     """{chunk size: for each repeat the milliseconds of every step} of a prompt of so many tokens, alone in the engine.
     The sizes take turns, so that a slow second hits all of them; each engine warms up on the first 16 tokens."""

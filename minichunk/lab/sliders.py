@@ -96,11 +96,13 @@ class ChunkSplitter(Slider):
         ratio = state["pairs"][-1] / state["pairs"][0]
         return (
             f"Pairs in pieces {pairs[0]:,}, at once {pairs[1]:,}. The last chunk has {ratio:.3g} times the pairs of the first. "
-            f"Keys are read {keys[0] / keys[1]:.3g} times, the weights {len(state['starts'])} times."
+            f"Keys are read {_times(keys[0] / keys[1])}, the weights {_times(len(state['starts']))}."
         )
 
     def code(self) -> str:
-        shape = f", shape={self.shape!r}" if isinstance(self.shape, str) and self.shape != "smollm2-135m" else ""
+        """A ModelShape of the caller's is called shape here, as in notebook 30."""
+        named = f", shape={self.shape!r}" if self.shape != "smollm2-135m" else ""
+        shape = named if isinstance(self.shape, str) else ", shape"
         return f"lab.split_prompt({self.prompt}, {self.value}{shape})"
 
     def _change(self, figure: go.FigureWidget) -> None:
@@ -112,6 +114,10 @@ class ChunkSplitter(Slider):
     def _checked(self, value: int) -> int:
         split_cost(self.prompt, value, self.shape)
         return value
+
+
+def _times(ratio: float) -> str:
+    return "once" if ratio == 1 else f"{ratio:.3g} times"
 
 
 class FreeLunch(Slider):

@@ -40,8 +40,7 @@ each step computes a handful of tokens, the **batch**. Your question is the *pro
 chat adds a few of its own. The answer then grows one token at a time, because each new token depends on all the
 tokens before it.
 
-In this course you guess before you measure. Nobody grades the guesses: only your first one counts, and you watch
-your own intuition improve.
+In this course you guess before you measure. Nobody grades the guesses; only your first one counts.
 """
 
 # %%
@@ -103,7 +102,7 @@ def serve(budget):
 
 # %% [markdown]
 """
-Three budgets: 64, 256 and 1024 tokens a step. With 1024 the whole document fits into one step. Before you run them:
+Three budgets: 64, 256 and 1024 tokens a step. With 1024 the whole document fits into one step.
 """
 
 # %%
@@ -153,7 +152,10 @@ holds both a decode and a prompt chunk.
                     start 12, length 7: a prompt chunk
                     start 22, length 1: a decode
 
-Careful: the last piece of a prompt may be one token long. It is no decode.
+The last piece of a prompt may be one token long. It is no decode.
+
+Stuck, here or later? Put `raise NotImplementedError` in the place of your lines: the reference takes over. Solutions
+lie in `notebooks/solutions/`.
 """
 
 # %%
@@ -228,11 +230,10 @@ lab.budget_selector(runs, lab.timeline, serve)
 """
 A large budget computes the document in one long step, and everybody who rides in that step waits for it. A small
 budget spreads the document over many short steps: nobody stands still, but the document's owner waits for more steps,
-and each of them reads the weights again. There is no free lunch here, only a choice.
+and each of them reads the weights again.
 
 **What this shows, and what not.** A model of 135 million parameters on a CPU shows the *shape* of these curves, not
-their size. A large model on a GPU takes milliseconds where you saw tenths of a second, and its best budget is another
-one.
+their size. A large model on a GPU takes milliseconds, and its best budget is another one.
 """
 
 # %% [markdown]
@@ -248,6 +249,12 @@ one.
 1. A step holds 6 decodes and a chunk of 58 tokens. How many new tokens will users see after it?
 2. Why does an answer of 8 tokens take 8 steps and not 9?
 3. Your budget is 32 and six people read. In how many steps is a prompt of 260 tokens done?
+
+<details><summary>Answers</summary>
+
+**1** 6; 7 if the chunk ends its prompt. **2** The step that ends the prompt gives the first. **3** 10, of 26 tokens.
+
+</details>
 
 **What breaks next.** We were kind: decodes came first. Notebook 20 shows what one long prompt does to everybody when
 they do not.

@@ -13,9 +13,9 @@ You will
 | | |
 |---|---|
 | Prerequisites | notebook 00 |
-| Minutes | 25 |
+| Minutes | 35 |
 | Hardware | a CPU is enough |
-| Numbers | live: measured on your machine while you watch; one figure has curves recorded on an H200 |
+| Numbers | live: measured on your machine; one figure has curves recorded on an H200 |
 """
 
 # %%
@@ -28,7 +28,7 @@ from minichunk import costmodel, lab
 ## From a model to an answer
 
 A language model is a function. You feed it tokens, and for each of them it gives a row of **logits**: a number for
-every token of the vocabulary. The largest number in the *last* row names the token that follows.
+every token of the vocabulary. The largest in the *last* row names the next token.
 """
 
 # %%
@@ -40,8 +40,8 @@ print(f"{len(ids)} tokens in, logits of shape {list(logits.shape)}; next: {token
 # %% [markdown]
 """
 Append that token, feed everything again, and you get the next one. But each round computes the whole text anew, though
-nothing before the last token has changed: a token only looks back. So a model can hand you its **cache**: the keys and
-values that it has computed, all that later tokens need of earlier ones.
+a token only looks back. So a model can hand you its **cache**: for each token and layer two rows of numbers, its *keys*
+and *values*, all that later tokens need of it.
 """
 
 # %%
@@ -53,14 +53,16 @@ lab.predict("10a", f"A prompt of {len(ids)} tokens, an answer of 24, no cache: h
 
 *Difficulty: easy to medium. Spend up to 15 minutes.*
 
-`ids` is the prompt, a list of P token ids. Return a list of `n` new ones; each is the likeliest, as above.
+`ids` is the prompt, a list of P token ids. Return a list of exactly `n` new ones, also past an end token; each is the
+likeliest, as above.
 
 - `result = model(torch.tensor([new]), cache=cache)` feeds the tokens of the list `new`.
 - `result.logits` has the shape [1, length of `new`, vocabulary].
-- `result.cache` is the cache that now holds these tokens, too; pass it to the next call. In the first call it is `None`.
+- `result.cache` is the cache that now holds these tokens, too; pass it to the next call. In the first call it is
+  `None`.
 
-The check compares your tokens with those of transformers' own `generate`, and counts what you feed: the prompt once,
-then one token a call, and the last new token not at all. That makes P + n − 1.
+The check compares your tokens with those of transformers' own `generate`, and counts what you feed: the prompt in one
+call, then one token a call, the last one not at all: P + n − 1.
 
     call 0   [37 tokens of the prompt]  →  A
     call 1   [A]                        →  B
@@ -96,11 +98,10 @@ lab.reveal("10a", computed, lab.tokens_fed(len(ids), 24), text=f"{computed:,} wi
 """
 ## Two characters
 
-The cache gives a request two very different lives. Its first call brings the whole prompt, many tokens at once: the
-**prefill**. Every later call brings a single token: the **decode**. Prefill is one call, decode is hundreds, so most of
-a user's waiting is calls with a single token in them.
+With the cache a request has two lives. Its first call brings the whole prompt: the **prefill**. Every later one brings
+a single token: a **decode**. There are hundreds of these, so most of a user's waiting is calls with a single token.
 
-How much cheaper is a call with a single token? Now with the engine and its steps.
+How much cheaper are they? Now with the engine.
 """
 
 # %%
@@ -108,8 +109,8 @@ lab.predict("10b", "A step with 50 tokens: how many times as long as a step with
 
 # %% [markdown]
 """
-First the two limits of your machine, its **roof**, measured in two seconds: how many operations on numbers (FLOP) it
-does in a second, and how many bytes it reads from memory in a second. Then steps of 1 to 128 tokens.
+First the two limits of your machine, its **roof**: how many operations on numbers (FLOP) it does in a second, and how
+many bytes it reads from memory. Then steps of 1 to 128 tokens. Together some ten seconds.
 """
 
 # %%
@@ -146,7 +147,7 @@ def flops_and_bytes(N, W, b):
 # %%
 flops_and_bytes = lab.exercise("10.2", flops_and_bytes)
 shape = lab.model_shape()
-W = shape.layers * shape.layer_weights
+W = shape.layers * shape.layer_weights  # the 30 layers, without the output matrix
 for N in (1, 50):
     flops, nbytes = flops_and_bytes(N, W, b=4)
     ms = flops / machine.peak * 1e3, nbytes / machine.bandwidth * 1e3
@@ -159,21 +160,23 @@ the processor does two operations for each weight and then waits for the next on
 weight that is there anyway.
 
 Divide one by the other: 2N / b FLOP per byte, the **arithmetic intensity**, and W is gone. It says which limit counts.
-In the picture the roof rises with the memory (on the left) and is flat at the arithmetic (on the right). The filled
-marks count everything that a step reads, keys and values included; the open ones are your measurements.
+In the picture the roof rises with the memory and is flat at the arithmetic. The filled marks count everything that a
+step reads, keys and values included; the open ones are your measurements.
 """
 
 # %%
-batches = {f"{N} token{'s' * (N > 1)}": [(0, N)] for N in (1, 50, 128)}
-measured = {label: live.at(chunks[0][1]) for label, chunks in batches.items()}
+# one request each: (tokens cached before, tokens new)
+batches = {"1 token": [(0, 1)], "50 tokens": [(0, 50)], "128 tokens": [(0, 128)]}
+measured = {label: live.at(new) for label, [(cached, new)] in batches.items()}
 lab.roofline(shape, machine, batches, measured)
 
 # %% [markdown]
 """
-Real steps stay below the roof: small operators, attention, Python between them. But the shape holds. On the left
-another token costs next to nothing; past the **ridge** each one costs its arithmetic.
+Real steps stay below the roof: small operators, attention, Python between them. If your open mark for 1 token lies far
+below the filled one, most of your flat part is this fixed cost of a step. Past the **ridge**, where the roof bends,
+each token costs its arithmetic.
 
-A GPU computes far faster than it reads, so its ridge lies further to the right. The data sheet:
+A GPU computes far faster than it reads, so its ridge lies further right. The data sheet:
 """
 
 # %%
@@ -196,9 +199,10 @@ lab.reveal("10c", tokens, text="On this card a decode alone leaves nearly all of
 """
 ## The free lunch
 
-So a step with a few decodes has room: tokens that ride along for nothing, until the **knee**. That is what a mixed
-batch lives on. On the left an H200 with a model of Llama-3-8B's shape, recorded; on the right your machine. The same
-form, another knee. Move the slider; a band is where a knee was fitted, with the uncertainty of the measurement.
+So a step with a few decodes has room: tokens ride along for nothing, up to the **knee**, where the measured curve
+leaves its floor. A mixed batch lives on that. A fixed cost moves the knee to the right of the ridge. On the left an
+H200 with a model of Llama-3-8B's shape, recorded; on the right your machine. Move the slider; a band is a fitted knee
+with its uncertainty.
 """
 
 # %%
@@ -206,9 +210,9 @@ lab.free_lunch(*lab.recorded_lunch(), live)
 
 # %% [markdown]
 """
-Beware of the grey curve. It is the same card, run *eagerly*: the CPU launches a step's many small kernels one by one,
-and the card waits. That curve is flat (and bumpy) for another reason; it says nothing about weights. The others were recorded with
-a CUDA graph for each size, which launches a whole step at once.
+Beware of the grey curve: the same card, run *eagerly*. The CPU starts a step's many **kernels** (the card's programs)
+one by one, and the card waits: flat for another reason. The others are the clean case: a **CUDA graph** starts a whole
+step at once.
 """
 
 # %% [markdown]
@@ -224,6 +228,12 @@ a CUDA graph for each size, which launches a whole step at once.
 1. Quantised weights take 1 byte each. Does the ridge come at more tokens or at fewer, if the arithmetic stays as fast?
 2. A model ten times as large: what changes in the intensity of a decode?
 3. Which of the two characters gains from a machine with twice the bandwidth?
+
+<details><summary>Answers</summary>
+
+**1** At half as many as with 2 bytes. **2** Nothing: W is gone. **3** The decodes.
+
+</details>
 
 **What breaks next.** If tokens ride along for nothing, put many people into one step! Notebook 20 does, and then one
 long prompt arrives.

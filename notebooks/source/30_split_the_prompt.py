@@ -12,10 +12,10 @@ You will
 
 | | |
 |---|---|
-| Prerequisites | notebooks 00 and 10 |
-| Minutes | 30 |
+| Prerequisites | notebooks 00, 10 and 20 |
+| Minutes | 40 |
 | Hardware | a CPU is enough |
-| Numbers | live: measured on your machine while you watch |
+| Numbers | live: measured on your machine |
 """
 
 # %%
@@ -103,7 +103,8 @@ def top_left(start, length):
 wrong = lab.answer_in_chunks(top_left, QUESTION, chunk=16)
 
 # %%
-lab.reveal("30b", "The same answer" if wrong == whole else "Another answer, and no error", text=lab.decode(wrong))
+said = "The same answer" if wrong == whole else "Another answer, and no error"
+lab.reveal("30b", said, text=f"It wrote: {lab.decode(wrong)}")
 
 # %% [markdown]
 """
@@ -112,7 +113,8 @@ lab.reveal("30b", "The same answer" if wrong == whole else "Another answer, and 
 *Difficulty: easy. Spend up to 10 minutes.*
 
 Return a list with the number of ■ of every chunk, when a prompt of `prompt` tokens is cut into chunks of `chunk`; the
-last one may be shorter. A chunk's tokens each see all `start` tokens before it, and inside the chunk a triangle.
+last one may be shorter. Each token of a chunk sees all tokens before the chunk, and inside a triangle. Prompt 7, chunk
+3: the chunks start at 0, 3 and 6, so [6, 15, 7].
 """
 
 # %%
@@ -132,19 +134,18 @@ for chunk in (512, 64, 50, 1):
     print(f"chunks of {chunk:>3}: {len(chunk_pairs(512, chunk)):>3} chunks, {sum(chunk_pairs(512, chunk)):,} pairs")
 
 # %%
-pairs = chunk_pairs(512, 64)
-lab.reveal("30a", pairs[-1] / pairs[0], lab.chunk_plan(512, 64))
+pairs, shape = chunk_pairs(512, 64), lab.model_shape()
+lab.reveal("30a", pairs[-1] / pairs[0], lab.chunk_plan(512, 64, shape))
 
 # %% [markdown]
 """
-Look at the middle. Attention grows from chunk to chunk, but in so short a prompt of so small a model most of the work
-is in the linear layers, which treat every token alike. So the last chunk costs more, but not as much more as the pairs
-alone would say. In the right part: pairs and FLOPs of all chunks are exactly those of the whole. Count it for all
-operators, in whole numbers:
+Look at the middle plot above. Attention grows from chunk to chunk, but here most of the work is in the **linear
+layers** (the products with weights of notebook 10), which treat every token alike. So the last chunk costs more, but
+not as much more as the pairs alone would say. In the right plot: pairs and FLOPs of all chunks are exactly those of the
+whole. Count it for all operators:
 """
 
 # %%
-shape = lab.model_shape()
 once = costmodel.flops(shape, [(0, 512)])["total"]
 for chunk in (256, 64, 16):
     cut = sum(costmodel.flops(shape, [part])["total"] for part in costmodel.split(512, chunk))
@@ -154,12 +155,12 @@ for chunk in (256, 64, 16):
 """
 ## What is not the same
 
-Arithmetic is one thing, reading is another. Each chunk reads
+Each chunk also reads
 
 - the keys and values of its whole history again: *keys read* in the picture;
 - all the weights, as every step does: *weights read*;
 
-and each is one more **launch**, a step with its own planning, packing and calls. What does that come to?
+and each is one more **launch**, a step with its own planning, packing and calls.
 """
 
 # %%
@@ -177,21 +178,23 @@ lab.reveal("30c", [steps[-1] / steps[0] for steps in times[64]], text="Most of a
 
 # %%
 total = {chunk: [sum(steps) for steps in repeats] for chunk, repeats in times.items()}
-lab.reveal("30d", [a / b for a, b in zip(total[16], total[512])], lab.chunk_time(times, 512, shape, machine))
+ratios, figure = [a / b for a, b in zip(total[16], total[512])], lab.chunk_time(times, 512, shape, machine)
+lab.reveal("30d", ratios, figure, text="On a busy machine two neighbouring sizes may swap places: compare the ends.")
 
 # %% [markdown]
 """
 The dotted line is the arithmetic, the same for all. The dashed one is reading the weights, once a launch: it doubles
 whenever the chunk is halved. While it lies well below the other, cutting is nearly free, because the processor
-computes for longer than it reads. Small chunks pay: they fall below the ridge of notebook 10, and each launch adds its
-fixed part.
+computes for longer than it reads. Small chunks pay: below the **knee** of notebook 10 a
+step hardly gets shorter with fewer tokens, and each launch adds its fixed part.
 
-In a long prompt the history takes over. Cut these 512 tokens with the slider, then 16,384 for a model of 8 billion
-parameters, `lab.split_prompt(16384, 512, shape="llama-3-8b")`, and compare the middle.
+In a long prompt the history weighs more: the last chunk has 1.59 times the first one's FLOPs, 1.15 here. Cut these 512
+tokens with the slider, then 16,384 for a model of 8 billion parameters (the second line), and compare the middle.
 """
 
 # %%
-lab.split_prompt(512, 64)
+lab.split_prompt(512, 64, shape)  # the linear part of the last chunk holds the logits, too
+# lab.split_prompt(16384, 512, shape="llama-3-8b")
 
 # %% [markdown]
 """
@@ -199,8 +202,8 @@ lab.split_prompt(512, 64)
 
 The pieces compute the same sums, but not always in the same order: a matrix product over 16 rows may add up in another
 order than one over 512. In float32 the difference is in the last digits, and the likeliest token stays the likeliest.
-In bfloat16, with two to three digits, a close race between two tokens can end the other way. Here are six
-questions under two budgets, first in float32, then in bfloat16:
+In bfloat16, with two to three digits, a close race between two tokens can end the other way. Six questions under two
+budgets:
 """
 
 # %%
@@ -209,9 +212,9 @@ for dtype in ("float32", "bfloat16"):
 
 # %% [markdown]
 """
-Where an answer parts, everything after it differs, since the next token continues another text. Neither answer is the
-wrong one: both are roundings of the same sums. So a promise "chunking never changes the output" holds for the
-mathematics, was seen in float32, and must not be made for bfloat16. How many part depends on the machine, too.
+Where an answer parts, everything after it differs, since the next token continues another text. Neither is
+wrong: both are roundings of the same sums. So a promise "chunking never changes the output" holds for the mathematics,
+was seen in float32, and must not be made for bfloat16. How many part depends on the machine.
 """
 
 # %% [markdown]
@@ -220,7 +223,8 @@ mathematics, was seen in float32, and must not be made for bfloat16. How many pa
 
 - A causal prompt can be cut anywhere. A chunk's mask is a band of the triangle, aligned bottom-right.
 - The pieces add up to exactly the same arithmetic, yet the last costs more than the first: it has more history.
-- What cutting adds is reading: the history again, the weights once a launch. Below the ridge that is the time.
+- What cutting adds is reading: the history again, the weights once a launch. Below the knee, these and the fixed part
+  of each launch are most of the time.
 
 **Three questions**
 
@@ -228,8 +232,15 @@ mathematics, was seen in float32, and must not be made for bfloat16. How many pa
 2. Why is the top-left mask never noticed in tests whose prompts fit into one chunk?
 3. Which part of a chunk's cost depends on where in the prompt it lies, and which does not?
 
+<details><summary>Answers</summary>
+
+**1** P(P + 1)/2; P times. **2** With start 0 the two masks are equal. **3** Attention does; linear layers, weights
+and the fixed part do not.
+
+</details>
+
 **What breaks next.** Between two chunks there is time for others, and inside a step there is room. Notebook 40 puts
-chunks and decodes into the same step: the mixed batch.
+chunks and decodes into one step: the mixed batch.
 """
 
 # %%
