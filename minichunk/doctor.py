@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import html
 import importlib
 import os
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from minichunk import paths, smollm2
+from minichunk import smollm2
+from minichunk.cuda_tools import driver_cuda, nvcc, nvcc_cuda
+from minichunk.paths import pinned_torch
 from minichunk.threads import cores, num_threads
 
 PYTHON = (3, 11)
@@ -120,7 +120,13 @@ def _torch(torch, problem: str | None) -> Check:
     if not _at_least(found, CORE["torch"]):
         return Check("torch", f"{found}, at least {CORE['torch']} needed", "bad", fix, needed=True)
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Check("torch", f"{found}, {build}", "ok", needed=True)
+    pinned = pinned_torch()
+    moved = (
+        f"; make setup had installed {pinned}: another install changed it"
+        if pinned and found.partition("+")[0] != pinned
+        else ""
+    )
+    return Check("torch", f"{found}, {build}{moved}", "ok", needed=True)
 
 
 def _packages(name: str, wanted: list[str], needed: bool = True) -> Check:
@@ -225,20 +231,22 @@ def _kernels(name: str, package: str, module: str, cuda: bool, torch, options: s
 
 
 def _nvcc(cuda: bool) -> Check:
-    nvcc = paths.nvcc()
-    if not nvcc:
+    found = nvcc()
+    if not found:
         fix = (
             "conda install -c conda-forge cuda-nvcc"
             if "CONDA_PREFIX" in os.environ
             else "apt install nvidia-cuda-toolkit"
         )
         return Check("nvcc", "missing: FlashInfer compiles with it" if cuda else "not here", "off", fix if cuda else "")
-    try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return Check("nvcc", f"{nvcc}: {error}", "bad", f"{nvcc} --version")
-    release = re.search(r"release ([\d.]+)", said)
-    return Check("nvcc", f"{release[1] if release else said.strip()} ({nvcc})", "ok")
+    release = nvcc_cuda(found)
+    if release is None:
+        return Check("nvcc", f"{found} does not say its version", "bad", f"{found} --version")
+    said = "{}.{}".format(*release)
+    driver = driver_cuda()
+    if driver and release[0] > driver[0]:
+        return Check("nvcc", f"{said} ({found}), newer than the driver's CUDA {driver[0]}.{driver[1]}: what it compiles will not run", "bad", "nvidia-smi")  # fmt: skip
+    return Check("nvcc", f"{said} ({found})", "ok")
 
 
 def _backend(torch, cuda: bool) -> Check:
@@ -258,18 +266,6 @@ def _backend(torch, cuda: bool) -> Check:
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """(major, minor) of the newest CUDA that the NVIDIA driver supports; None without a driver."""
-    try:
-        library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return None
-    number = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return number.value // 1000, number.value % 1000 // 10
 
 
 def _import(module: str):

@@ -1,9 +1,6 @@
-"""Where things lie: the project's own files, from a checkout and from an installed wheel; the CUDA compiler."""
+"""Where the project's own files lie, from a checkout and from an installed wheel."""
 
-from __future__ import annotations
-
-import os
-import shutil
+import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -22,8 +19,13 @@ def data_path(name: str = "") -> Path:
     raise FileNotFoundError(f"data file {name!r} is in none of {', '.join(map(str, places))}: reinstall minichunk")
 
 
-def nvcc() -> str | None:
-    """The CUDA compiler that FlashInfer would call: under CUDA_HOME or CUDA_PATH, on the PATH, or in /usr/local/cuda."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [os.path.join(home, "bin")] if home else [None, "/usr/local/cuda/bin"]
-    return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
+def pinned_torch() -> str | None:
+    """The torch that `make setup` installs, when this Python is the checkout's own environment."""
+    pin = _PACKAGE.parent / "requirements-torch.txt"
+    if Path(sys.prefix).parent != _PACKAGE.parent or not pin.exists():
+        return None
+    return next(
+        line.partition("==")[2].strip()
+        for line in pin.read_text(encoding="utf-8").splitlines()
+        if line.startswith("torch==")
+    )

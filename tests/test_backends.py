@@ -36,13 +36,21 @@ def spec(heads=4, kv_heads=2, head_dim=64, **more):
         (dict(version="0.2.5"), "flashinfer 0.2.5 is too old, at least 0.6.13 is needed"),
         (dict(module=None), "does not load beside torch"),
         (dict(tools=()), "no nvcc is here"),
+        (dict(compiles=(13, 0)), "compile with CUDA 13.0 (nvcc), and the driver runs only up to 12.4"),
         (dict(tools=("nvcc",)), "no ninja is here: pip install ninja"),
         (dict(), None),
     ],
 )
 def test_what_keeps_flashinfer_from_running_is_said(monkeypatch, change, said):
     given = (
-        dict(capability=(9, 0), version="0.6.14.post1", module=fake_flashinfer.module, tools=("nvcc", "ninja")) | change
+        dict(
+            capability=(9, 0),
+            version="0.6.14.post1",
+            module=fake_flashinfer.module,
+            tools=("nvcc", "ninja"),
+            compiles=(12, 9),
+        )
+        | change
     )
 
     def version(name):
@@ -52,6 +60,8 @@ def test_what_keeps_flashinfer_from_running_is_said(monkeypatch, change, said):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: given["capability"])
     monkeypatch.setattr(flashinfer_backend, "version", version)
+    monkeypatch.setattr(flashinfer_backend, "driver_cuda", lambda: (12, 4))
+    monkeypatch.setattr(flashinfer_backend, "nvcc_cuda", lambda path: given["compiles"])
     monkeypatch.setitem(sys.modules, "flashinfer", given["module"])  # None: the import fails
     monkeypatch.setattr(
         flashinfer_backend.shutil, "which", lambda name, path=None: name if name in given["tools"] else None
@@ -219,7 +229,9 @@ def test_what_refuses_is_passed_over_and_said_once(kernels, caplog):
     kernels["flashinfer:batch"].refuses = "no nvcc"
     with caplog.at_level(logging.WARNING):
         chosen = ask(AutoAttention(graphs=False))
-    assert chosen.explain().startswith("auto took triton for decodes and mixed, flashinfer:fa3 for prompts, the fastest that")
+    assert chosen.explain().startswith(
+        "auto took triton for decodes and mixed, flashinfer:fa3 for prompts, the fastest that"
+    )
     assert "left out flash_attn: blocks of 256; left out flashinfer:batch: no nvcc" in chosen.explain()
     assert [r.getMessage() for r in caplog.records] == ["attention: flash_attn left out: blocks of 256", "attention: flashinfer:batch left out: no nvcc"]  # fmt: skip
     for kernel in kernels.values():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from minichunk import cli, doctor
+from minichunk import cli, cuda_tools, doctor, paths
 from minichunk.doctor import Check, Report, works
 
 
@@ -63,6 +63,22 @@ def test_old_python(monkeypatch):
 )
 def test_torch_version(has, state):
     assert doctor._torch(fake_torch(has, cuda=None), None).state == state
+
+
+def test_a_torch_that_another_install_moved_is_said(monkeypatch):
+    monkeypatch.setattr(doctor, "pinned_torch", lambda: "2.13.0")
+    assert (
+        "make setup had installed 2.13.0: another install changed it"
+        in doctor._torch(fake_torch("2.11.0+cu130"), None).found
+    )
+    assert "another install" not in doctor._torch(fake_torch("2.13.0+cpu", cuda=None), None).found
+
+
+def test_the_pin_counts_in_the_checkouts_own_environment_only(monkeypatch):
+    monkeypatch.setattr(paths.sys, "prefix", str(paths._PACKAGE.parent / ".venv"))
+    assert paths.pinned_torch() == "2.13.0"
+    monkeypatch.setattr(paths.sys, "prefix", "/elsewhere")
+    assert paths.pinned_torch() is None
 
 
 def test_torch_that_does_not_import():
@@ -180,11 +196,14 @@ def test_nvcc_is_found_in_cuda_home(monkeypatch, tmp_path):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.1\n")
     nvcc.chmod(0o755)
-    real = doctor.paths.shutil.which
+    real = cuda_tools.shutil.which
     only = lambda name, path=None: real(name, path=path) if path == str(tmp_path / "bin") else None  # noqa: E731
-    monkeypatch.setattr(doctor.paths.shutil, "which", only)
+    monkeypatch.setattr(cuda_tools.shutil, "which", only)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: (12, 4))
     assert doctor._nvcc(True) == Check("nvcc", f"12.9 ({nvcc})", "ok")
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: (11, 8))
+    assert doctor._nvcc(True).state == "bad" and "newer than the driver's CUDA 11.8" in doctor._nvcc(True).found
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     assert doctor._nvcc(True).fix and not doctor._nvcc(False).fix

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from minichunk.attention.base import LayerSpec, StepMeta, Unsupported
 from minichunk.attention.trial import rows_only, trial
+from minichunk.cuda_tools import driver_cuda, nvcc, nvcc_cuda
 from minichunk.packing import PackedBatch
-from minichunk.paths import nvcc
 
 PATHS = ("fa2", "fa3", "default", "split", "split_fa3", "batch")
 LOWEST = (0, 6, 13)  # the version that was tried
@@ -56,8 +56,15 @@ def obstacle(path: str, device: torch.device) -> str | None:
     if tuple(int(n) for n in has.split(".")[:3] if n.isdigit()) < LOWEST:
         return f"flashinfer {has} is too old, at least {'.'.join(map(str, LOWEST))} is needed: {INSTALL}"
     if importlib.util.find_spec("flashinfer_jit_cache") is None:
-        if nvcc() is None:
+        compiler, driver = nvcc(), driver_cuda()
+        if compiler is None:
             return "flashinfer compiles its kernels at first use, and no nvcc is here: set CUDA_HOME, or use attention='triton'"
+        compiles_for = nvcc_cuda(compiler)
+        if compiles_for and driver and compiles_for[0] > driver[0]:
+            return (
+                f"flashinfer would compile with CUDA {compiles_for[0]}.{compiles_for[1]} ({compiler}), and the driver runs only up to "
+                f"{driver[0]}.{driver[1]}: update the driver, or set CUDA_HOME to a toolkit of CUDA {driver[0]}"
+            )
         if shutil.which("ninja") is None:
             return "flashinfer compiles its kernels at first use, and no ninja is here: pip install ninja"
     return None
