@@ -240,6 +240,14 @@ lab.scrub_at(449, run)
 2. Why is the front steep on its left side? Look at what a small budget does to a queue.
 3. Your readers are programs that read whole answers. What would you promise them instead?
 
+<details><summary>Answers</summary>
+
+**1** Up and to the right: all wait longer. The small budgets fall off first: they cannot carry it, and their queue grows
+without end. **2** Each step reads all the weights for few prompt tokens. Where prompts come in as fast as that, the queue
+has no end. **3** The time to the last token, or tokens a second: nobody looks at the gaps.
+
+</details>
+
 **What breaks next.** A simulated step costs what a formula says. Notebook 95 asks which published numbers survive such
 formulas, and where only a measurement would do.
 """
