@@ -235,6 +235,13 @@ in it is computed again by a test.
 2. Which of your votes went wrong because the *number* was off, which because the number had no owner?
 3. A GPU is "92% busy". What do you know about its FLOP/s?
 
+<details><summary>Answers</summary>
+
+**1** Which model, on which GPU, under which load, which figure (and which percentile), compared with what. **2** Only you
+know. **3** Nothing: some kernel ran in 92% of the moments at which somebody looked. See claim 63.
+
+</details>
+
 **What breaks next.** Your own numbers. Measure a step on your machine, fit the cost model to it, and see which verdicts
 move.
 """
