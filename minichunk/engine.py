@@ -490,8 +490,8 @@ class Engine:
         record.finish_reason, record.finished = reason, now
 
     def _record(
-        self, plan: StepPlan, computed: list[Chunk], start: float, packed: float, end: float, finished: list[int]
-    ) -> StepRecord:
+        self, plan: StepPlan, computed: list[Chunk], start: float, packed: float, end: float, finished: list[int], attention: str | None = None,
+    ) -> StepRecord:  # fmt: skip
         pool, size = self.pool, self.block_size
         cached = getattr(pool, "num_cached", 0)
         wasted = sum(len(r.table) * size - r.num_computed for r in self.scheduler.running)
@@ -503,7 +503,7 @@ class Engine:
             chunks=[(c.id, c.start, c.length, c.is_last, c.is_decode) for c in computed],
             admitted=plan.admitted, preempted=plan.preempted, finished=finished,
             used=self.num_blocks - pool.num_free, cached=cached, empty=pool.num_free - cached, wasted_slots=wasted,
-            hits=plan.hits, attention=self.runner.explain_step(), arrived=self._arrived, grown=plan.grown,
+            hits=plan.hits, attention=attention or self.runner.explain_step(), arrived=self._arrived, grown=plan.grown,
             block_states=dict(getattr(pool, "given_up", {})),
             times=dict(zip(("plan", "pack", "forward", "sample", "commit"), (b - a for a, b in zip(marks, marks[1:])))),
         )  # fmt: skip

@@ -95,10 +95,11 @@ def verify(loaded: Loaded, attention: AttentionBackend, block_size: int) -> None
     families.verify(loaded.model, loaded.layers, lambda sequences, steps: chunk_logits(small, sequences, steps))
 
 
-def no_room(wanted: int, room: int, device: torch.device) -> str:
+def no_room(wanted: int, room: int | None, device: torch.device) -> str:
     others = ", ".join(repr(e) for e in alive) or "none"
+    free = "more than this machine gives" if room is None else f"{room / 1e6:.1f} MB free for them"
     return (
-        f"{wanted / 1e6:.1f} MB wanted for keys and values on {device}, {room / 1e6:.1f} MB free for them. "
+        f"{wanted / 1e6:.1f} MB wanted for keys and values on {device}, {free}. "
         f"Engines still alive in this process: {others}. close() the ones you no longer need, or lower num_blocks, max_requests or max_model_len"
     )
 
@@ -115,6 +116,6 @@ def make_runner(loaded, attention, num_blocks, block_size, dtype, device, compil
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-            room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
             raise MemoryError(no_room(wanted, room, device)) from error
         raise

@@ -43,6 +43,8 @@ class Flight:
     start: float
     assumed: set = field(default_factory=set)  # requests that were given UNKNOWN, to plan the next step
     interrupt: BaseException | None = None
+    arrived: list = field(default_factory=list)  # ids that the plan was the first to see
+    attention: str = ""  # what ran it
     recorded: bool = False
 
 
@@ -52,6 +54,8 @@ def step(engine: Engine) -> StepRecord | None:
     if flight is None or not any(_alive(engine, c.request) for c in flight.plan.chunks):
         if flight is not None and flight.plan.preempted:  # computed in vain, but whom it preempted still waits
             _drop(engine, flight)
+        elif flight is not None:
+            engine._arrived[:0] = flight.arrived
         if not engine.scheduler.has_work:
             return None
         if not _all_plain(engine):
@@ -95,8 +99,10 @@ def _launch(engine: Engine, before: Flight | None) -> Flight:
             if chunk.is_last and chunk.request.id in row_of:
                 feed[end - 1] = row_of[chunk.request.id]
     flight = Flight(plan, batch, [c.request for c in plan.chunks if c.is_last], list, start)
+    flight.arrived, engine._arrived = engine._arrived, []
     try:
         flight.wait = engine.runner.launch(batch, feed, flight.sampled)
+        flight.attention = engine.runner.explain_step()
     except Exception as error:  # reported when its turn comes, as a failure on the GPU would be
         flight.wait = _raising(error)
     except BaseException as error:  # the step before it is completed first
@@ -161,7 +167,13 @@ def _complete(engine: Engine, flight: Flight, ahead: Flight | None) -> StepRecor
     finally:
         end = engine._now()
         engine._planned, engine._forwarded, engine._sampled = begin, waited, came
-        record = engine._record(_kept(flight.plan, here), chunks, begin, begin, end, finished)
+        later = engine._arrived
+        for waiting in (later, ahead.arrived if ahead else []):  # who has left already is shown to have come
+            flight.arrived += [id for id in waiting if id in finished]
+            waiting[:] = [id for id in waiting if id not in finished]
+        engine._arrived = flight.arrived
+        record = engine._record(_kept(flight.plan, here), chunks, begin, begin, end, finished, flight.attention)
+        engine._arrived = later
         flight.recorded = True
         engine._aborted += gone
     if engine._check:
@@ -188,6 +200,7 @@ def _drop(engine: Engine, flight: Flight) -> None:
         if _alive(engine, request) and request.table is not None:
             request.num_computed = min(request.num_computed, chunk.start)
     engine._planned = now = engine._now()
+    engine._arrived[:0] = flight.arrived
     engine._record(_kept(flight.plan, engine._requests.keys()), [], flight.start, now, now, list(engine._aborted))
 
 

@@ -1,6 +1,7 @@
 """One step ahead: the same tokens as step by step, whatever arrives, stops, fails or leaves."""
 
 import random
+import re
 
 import pytest
 
@@ -131,3 +132,21 @@ def test_an_interrupt_leaves_no_token_that_was_not_chosen(monkeypatch):
 def test_a_learners_own_parts_are_refused():
     with pytest.raises(ValueError, match="overlap"):
         Engine(**OPTIONS, overlap=True, policy=lambda running, waiting, budget, chunk: [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_is_recorded_with_who_had_come_before_its_plan_and_with_what_ran_it(seed):
+    found, engine = play(work(seed), random.Random(seed), overlap=True, abort=(1, 2, 5))
+    run, came = engine.run, []
+    for step in run.steps:
+        came += step.arrived
+        assert {c[0] for c in step.chunks} | set(step.admitted) <= set(came)
+        singles = sum(c[2] == 1 for c in step.chunks)
+        in_vain = len(run.steps[step.index - 1].finished) + len(step.aborted) if step.index else 0
+        if step.chunks:  # rows of those who had ended meanwhile ran, too
+            assert singles <= int(re.search(r"(\d+) single rows", step.attention)[1]) <= singles + in_vain
+        queue = run.queue_at(step.index)
+        assert set(queue["waiting"]) | set(queue["running"]) <= set(came)
+    assert sorted(came) == list(range(len(found)))
+    last = run.queue_at(len(run.steps) - 1)
+    assert not last["waiting"]
