@@ -131,7 +131,8 @@ def chunk_pairs(prompt, chunk):
 # %%
 chunk_pairs = lab.exercise("30.2", chunk_pairs)
 for chunk in (512, 64, 50, 1):
-    print(f"chunks of {chunk:>3}: {len(chunk_pairs(512, chunk)):>3} chunks, {sum(chunk_pairs(512, chunk)):,} pairs")
+    pairs = chunk_pairs(512, chunk)
+    print(f"chunks of {chunk:>3}: there are {len(pairs):>3}, with {sum(pairs):,} pairs in all")
 
 # %%
 pairs, shape = chunk_pairs(512, 64), lab.model_shape()
