@@ -4,6 +4,7 @@ tests/test_gpu_backends.py runs the real ones on a card.
 """
 
 import logging
+import re
 import sys
 from dataclasses import replace
 
@@ -34,6 +35,9 @@ def spec(heads=4, kv_heads=2, head_dim=64, **more):
         (dict(capability=(7, 0)), "compute capability 7.5 or above, this card has 7.0"),
         (dict(version=None), "flashinfer is not installed: pip install flashinfer-python"),
         (dict(version="0.2.5"), "flashinfer 0.2.5 is too old, at least 0.6.13 is needed"),
+        (dict(version="0.6.12+cu130"), "flashinfer 0.6.12+cu130 is too old"),
+        (dict(version="0.6.13+cu130"), None),
+        (dict(version="0.7.0rc1"), None),
         (dict(module=None), "does not load beside torch"),
         (dict(tools=()), "no nvcc is here"),
         (dict(compiles=(13, 0)), "compile with CUDA 13.0 (nvcc), and the driver runs only up to 12.4"),
@@ -141,6 +145,16 @@ def test_a_trial_passes_what_is_right_and_names_what_is_not():
     def nothing(out, meta):
         return out * torch.nan
 
+    class Forgetful(TorchAttention):
+        name = "forgetful"
+
+        def append_kv(self, key, value, key_cache, value_cache, meta):
+            pass
+
+    for dtype in (torch.float32, torch.float16):  # what the reference stored is not what the backend reads
+        with pytest.raises(Unsupported, match="forgetful is wrong on a small batch"):
+            trial.trial(Forgetful(), [spec()], 16, dtype, device)
+
     for fault, said in [
         (fails, r"odd failed on a small batch \(decodes\): RuntimeError: Ninja build failed$"),
         (last_row_wrong, r"odd is wrong on a small batch \(decodes, head size 64\): it differs .* by 0.2"),
@@ -239,15 +253,58 @@ def test_what_refuses_is_passed_over_and_said_once(kernels, caplog):
     assert ask(AutoAttention(graphs=True)).name == "torch"  # it never refuses
 
 
+def test_asked_the_same_again_auto_stays_with_its_choice(kernels, caplog):
+    kernels["triton"].refuses = "no such card"
+    chosen = AutoAttention(graphs=True)
+    with caplog.at_level(logging.WARNING):
+        assert [ask(chosen).name for _ in range(2)] == ["auto(flash_attn, flashinfer:fa3, flashinfer:batch)"] * 2
+    assert len(caplog.records) == 1 and kernels["flash_attn"].asked == kernels["triton"].asked == 1
+    chosen.check([spec(head_dim=128)], 16, torch.float32, CPU)  # another model
+    assert kernels["flash_attn"].asked == 2
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (RuntimeError("out of resource: shared memory"), "triton failed on a small batch .decodes.: RuntimeError: out of"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "no memory to try it: OutOfMemoryError: CUDA out of"),
+    ],
+)
+def test_where_our_own_kernels_do_not_run_auto_takes_the_next(kernels, monkeypatch, fault, said):
+    """Triton's check reads numbers alone; that a kernel cannot be launched on this card shows when it is tried."""
+
+    def attend(*_):
+        raise fault
+
+    monkeypatch.setattr(kernels["triton"], "attend", attend)
+    chosen = ask(AutoAttention(graphs=True))
+    assert chosen.name == "auto(flash_attn, flashinfer:fa3, flashinfer:batch)" and not chosen.graph_safe
+    assert re.search(f"left out triton: {said}", chosen.explain())
+
+
 def test_a_plan_that_fails_in_a_run_gives_way_to_the_next(kernels, caplog):
     chosen = ask(AutoAttention(graphs=False))
     kernels["flashinfer:batch"].breaks = True
     chosen.plan(MIXED)
     assert "triton ran" in chosen.explain()
     assert "left out flashinfer:batch: its plan failed: RuntimeError: no kernel image" in chosen.explain()
+    chosen.plan(PROMPTS)
+    assert "flashinfer:fa3 ran" in chosen.explain()
     kernels["triton"].breaks = kernels["flash_attn"].breaks = kernels["torch"].breaks = True
     with pytest.raises(RuntimeError, match="no kernel image"):  # the reference itself
         chosen.plan(MIXED)
+
+
+def test_what_failed_for_one_kind_of_batch_is_left_out_for_all(kernels):
+    kernels["flash_attn"].refuses = "blocks of 256"
+    kernels["triton"].refuses = "no compiler"
+    chosen = ask(AutoAttention(graphs=False))
+    kernels["flashinfer:batch"].breaks = True
+    chosen.plan(MIXED)
+    kernels["flashinfer:batch"].breaks = False
+    chosen.plan(DECODES)
+    assert chosen.explain().startswith("auto took torch for decodes and mixed, flashinfer:fa3 for prompts")
+    assert "torch ran" in chosen.explain()
 
 
 def test_an_engine_lives_through_a_kernel_that_breaks(kernels, monkeypatch):

@@ -91,3 +91,16 @@ def test_flashinfer_refuses_by_name(flashinfer):
             FlashInferAttention(path).check([layer], 16, dtype, CPU)
     with pytest.raises(ValueError, match="a path of flashinfer is one of fa2, fa3.*'fa4'"):
         FlashInferAttention("fa4")
+
+
+@pytest.mark.parametrize("path", ["split", "batch"])
+def test_a_backend_object_set_up_for_another_engine_says_so(flashinfer, monkeypatch, path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    backend, meta = FlashInferAttention(path), StepMeta.of(trial.scattered([(5, 1), (0, 4)], 16)[0], CPU)
+    backend.check([spec()], 16, torch.float16, CPU)
+    backend.check([spec(softcap=2.0)], 16, torch.bfloat16, CPU)  # a second engine with another model
+    backend.plan(meta)
+    cache = [torch.zeros(4, 16, 2, 64) for _ in range(2)]
+    for layer, dtype in ((spec(), torch.float16), (spec(), torch.bfloat16), (spec(softcap=2.0), torch.float16)):
+        with pytest.raises(RuntimeError, match="give each engine a backend object of its own"):
+            backend.attend(torch.zeros(5, 4, 64, dtype=dtype), *(c.to(dtype) for c in cache), meta, layer)

@@ -42,6 +42,7 @@ LAYERS = {
     "window of 1": dict(sliding_window=1),
     "soft cap": dict(softcap=3.0),
     "own scale": dict(scale=0.2),
+    "head size 64": dict(head_dim=64, value_dim=64, scale=0.125),
 }
 checked = {}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minichunk.attention.base import AttentionBackend, LayerSpec, StepMeta, Unsupported, make_backend
-from minichunk.attention.trial import first_line
+from minichunk.attention.trial import first_line, trial
 from minichunk.paths import data_path
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class AutoAttention:
         self._refused: dict[str, str] = {}  # contender: why
         self._current: AttentionBackend | None = None
         self._why = "not asked yet"
+        self._asked: tuple | None = None
 
     @property
     def name(self) -> str:
@@ -59,9 +60,12 @@ class AutoAttention:
         return bool(self._chosen) and all(getattr(b, "graph_safe", False) for b in self._chosen.values())
 
     def check(self, layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Chooses for every kind of batch. Never refuses: the torch reference comes last."""
+        """Chooses for every kind of batch. Never refuses: the torch reference comes last. Asked the same again (an engine
+        has one runner to verify its model and one to serve it), it stays with its choice."""
+        if self._asked == (layers, block_size, dtype, device):
+            return
         shares, source = table(torch.cuda.get_device_name(device))
-        self._asked = layers, block_size, dtype, device
+        self._asked = list(layers), block_size, dtype, device
         self._made: dict[str, AttentionBackend] = {}
         self._order = {kind: [*sorted(shares[kind], key=shares[kind].get, reverse=True), "torch"] for kind in KINDS}
         self._chosen, self._refused = {}, {}
@@ -83,6 +87,11 @@ class AutoAttention:
             try:
                 backend = make_backend(contender, self._asked[3])
                 backend.check(*self._asked)
+                if contender == "triton":  # its check reads numbers alone; another card may lack memory or a compiler
+                    trial(backend, *self._asked)
+            except torch.OutOfMemoryError as error:
+                self._refused[contender] = f"no memory to try it: {first_line(error)}"
+                return False
             except (Unsupported, ImportError) as error:
                 self._refused[contender] = str(error)
                 return False
@@ -96,17 +105,18 @@ class AutoAttention:
         """Once a step. A contender whose plan fails is left out from then on, and the next one takes over."""
         kind = kind_of(meta)
         while True:
-            self._current = self._chosen[kind]
+            self._current = failed = self._chosen[kind]
             try:
                 return self._current.plan(meta)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if self._current.name == "torch" or meta.host is None:
+                if failed.name == "torch" or meta.host is None:
                     raise
-                self._refused[self._current.name] = f"its plan failed: {first_line(error)}"
-                log.warning("attention: %s left out: %s", self._current.name, self._refused[self._current.name])
-                self._chosen[kind] = self._next(kind)
+                contender = next(name for name, backend in self._made.items() if backend is failed)
+                self._refused[contender] = f"its plan failed: {first_line(error)}"
+                log.warning("attention: %s left out: %s", contender, self._refused[contender])
+                self._chosen = {k: self._next(k) if b is failed else b for k, b in self._chosen.items()}
 
     def append_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: StepMeta) -> None:
         self._current.append_kv(key, value, key_cache, value_cache, meta)

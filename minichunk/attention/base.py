@@ -65,7 +65,8 @@ class AttentionBackend(Protocol):
     name: str
 
     def check(self, layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises Unsupported when it cannot serve these layers. Changes nothing."""
+        """Raises Unsupported when it cannot serve these layers. Called before any plan, and once more by each further
+        runner; a backend may set itself up for these layers, so that an object of its own goes to each engine."""
 
     def plan(self, meta: StepMeta) -> None:
         """Once a step, before any layer: whatever this backend prepares from the batch's integers."""

@@ -16,7 +16,7 @@ from minichunk.attention.base import LayerSpec, StepMeta, Unsupported
 from minichunk.attention.torch_backend import append_kv
 from minichunk.attention.trial import rows_only, trial
 
-HEAD_DIMS = (64, 128)  # what tests/test_gpu_backends.py runs; the package itself serves more
+HEAD_DIMS = (64, 128)  # the usual ones; the package itself serves more
 PAGE = 256  # its kernels read blocks in multiples of this many slots
 INSTALL = "pip install flash-attn --no-build-isolation (Linux, nvcc)"
 
@@ -49,7 +49,7 @@ class FlashAttention:
         for i, layer in enumerate(layers):
             if layer.head_dim not in HEAD_DIMS or layer.value_dim != layer.head_dim:
                 raise Unsupported(
-                    f"layer {i}: flash_attn is tested here with head sizes {HEAD_DIMS}, not with keys of size "
+                    f"layer {i}: flash_attn serves head sizes {HEAD_DIMS} here, not keys of size "
                     f"{layer.head_dim} and values of size {layer.value_dim}: use attention='triton'"
                 )
             if layer.has_sinks:

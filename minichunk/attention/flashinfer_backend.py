@@ -17,6 +17,7 @@ Layers that differ (heads, window, soft cap, scale) have plans of their own.
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
@@ -31,7 +32,7 @@ from minichunk.packing import PackedBatch
 
 PATHS = ("fa2", "fa3", "default", "split", "split_fa3", "batch")
 LOWEST = (0, 6, 13)  # the version that was tried
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # what all paths have kernels for; the trial shows whether they run here
 TILE = 128  # most lines (rows × heads of a group) of a prefill tile
 INSTALL = "pip install flashinfer-python (minichunk doctor gives the command that leaves torch as it is)"
 
@@ -53,12 +54,15 @@ def obstacle(path: str, device: torch.device) -> str | None:
         return f"flashinfer is not installed: {INSTALL}"
     except Exception as error:  # it imports much, and fails in many ways beside another torch
         return f"flashinfer does not load beside torch {torch.__version__} ({type(error).__name__}: {error}): install it again"
-    if tuple(int(n) for n in has.split(".")[:3] if n.isdigit()) < LOWEST:
+    if tuple(int(n) for n in re.findall(r"\d+", has)[:3]) < LOWEST:  # 0.6.13+cu130, 0.7.0rc1
         return f"flashinfer {has} is too old, at least {'.'.join(map(str, LOWEST))} is needed: {INSTALL}"
     if importlib.util.find_spec("flashinfer_jit_cache") is None:
         compiler, driver = nvcc(), driver_cuda()
         if compiler is None:
-            return "flashinfer compiles its kernels at first use, and no nvcc is here: set CUDA_HOME, or use attention='triton'"
+            return (
+                "flashinfer compiles its kernels at first use, and no nvcc is here: set CUDA_HOME to a toolkit that has bin/nvcc, "
+                "or use attention='triton'"
+            )
         compiles_for = nvcc_cuda(compiler)
         if compiles_for and driver and compiles_for[0] > driver[0]:
             return (
@@ -99,7 +103,7 @@ class FlashInferAttention:
         for i, layer in enumerate(layers):
             if layer.head_dim not in HEAD_DIMS or layer.value_dim != layer.head_dim:
                 raise Unsupported(
-                    f"layer {i}: flashinfer is tested here with head sizes {HEAD_DIMS}, not with keys of size "
+                    f"layer {i}: flashinfer serves head sizes {HEAD_DIMS} here, not keys of size "
                     f"{layer.head_dim} and values of size {layer.value_dim}: use attention='triton'"
                 )
             if layer.has_sinks:
@@ -112,7 +116,11 @@ class FlashInferAttention:
 
     # --- once a step -------------------------------------------------------------------------------------------------
     def plan(self, meta: StepMeta) -> None:
-        """Cuts the batch among the wrappers and plans each, for every distinct layer."""
+        """Cuts the batch among the wrappers and plans each, for every distinct layer.
+
+        A wrapper writes its plan into a pinned buffer of its own and copies it without waiting. What keeps the next plan
+        from writing over it is that copies from pageable memory (`put`, and the blocks in `_planned`) wait for the stream.
+        """
         batch = meta.host
         put = lambda a, kind=np.int32: torch.from_numpy(np.ascontiguousarray(a, kind)).to(self._device)  # noqa: E731
         self._append = (
@@ -185,6 +193,10 @@ class FlashInferAttention:
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, meta: StepMeta, layer: LayerSpec, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See AttentionBackend.attend."""
+        if layer not in self._plans or query.dtype != self._dtype:
+            raise RuntimeError(
+                f"{self.name} is set up for other layers or {self._dtype}: give each engine a backend object of its own"
+            )
         parts = self._plans[layer]
         if len(parts) == 1 and parts[0][0] is None:
             return self._run(parts[0][1], query.contiguous(), key_cache, value_cache, layer)

@@ -48,7 +48,8 @@ def trial(backend: AttentionBackend, layers: list[LayerSpec], block_size: int, d
 
 
 def difference(backend, layer: LayerSpec, sizes: list[tuple[int, int]], block_size: int, dtype: torch.dtype, device) -> float:  # fmt: skip
-    """Largest difference between the backend's output, written by its own append_kv, and the torch reference's in float32."""
+    """Largest difference between the backend's output, over keys and values that its own append_kv wrote, and the torch
+    reference's in float32 (float64 for a backend in float32, whose user may have allowed TF32)."""
     from minichunk.attention.torch_backend import TorchAttention
 
     batch, tables = scattered(sizes, block_size)
@@ -60,14 +61,15 @@ def difference(backend, layer: LayerSpec, sizes: list[tuple[int, int]], block_si
     query = make(batch.num_tokens, layer.num_heads, layer.head_dim)
     sinks = make(layer.num_heads) if layer.has_sinks else None
     reference, meta = TorchAttention(), StepMeta.of(batch, device)
-    wide = [x.float() for x in (*new, *caches)]
+    exact = torch.float64 if dtype == torch.float32 else torch.float32
+    wide = [x.to(exact, copy=True) for x in (*new, *caches)]
     reference.plan(meta)
     reference.append_kv(*wide, meta)
-    wanted = reference.attend(query.float(), *wide[2:], meta, layer, None if sinks is None else sinks.float())
+    wanted = reference.attend(query.to(exact), *wide[2:], meta, layer, None if sinks is None else sinks.to(exact))
     backend.plan(meta)
     backend.append_kv(*new, *caches, meta)
     got = backend.attend(query, *caches, meta, layer, sinks)
-    return (got.float() - wanted).abs().nan_to_num(torch.inf).max().item()
+    return (got.to(exact) - wanted).abs().nan_to_num(torch.inf).max().item()
 
 
 def scattered(sizes: list[tuple[int, int]], block_size: int) -> tuple[PackedBatch, list[list[int]]]:
