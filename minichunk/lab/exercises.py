@@ -19,7 +19,9 @@ from minichunk.lab.places import my_dir
 from minichunk.lab.watchdog import SECONDS, Lazy, Raised, TooSlow, limited
 
 YOUR, REFERENCE = "YOUR", "REFERENCE"
-STUCK = "Stuck? With `raise NotImplementedError` in the place of your lines the reference takes over, and you can go on."
+STUCK = (
+    "Stuck? With `raise NotImplementedError` in the place of your lines the reference takes over, and you can go on."
+)
 _passed: dict[str, Callable] = {}  # the functions that passed in this kernel
 
 
