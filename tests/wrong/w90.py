@@ -1,5 +1,7 @@
 """Wrong answers to 90.1 and 90.2, as learners write them: (exercise, key, function)."""
 
+import numpy as np
+
 
 def either(requests, ttft_slo, tbt_slo):
     return sum(t <= ttft_slo or all(g <= tbt_slo for g in gaps) for t, gaps in requests) / len(requests)
@@ -31,6 +33,75 @@ def how_many(requests, ttft_slo, tbt_slo):
     return sum(t <= ttft_slo and all(g <= tbt_slo for g in gaps) for t, gaps in requests)
 
 
+def _share(requests, good):
+    return sum(good(t, gaps) for t, gaps in requests) / len(requests)
+
+
+def sum_of_gaps(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and sum(gaps) <= tbt_slo)
+
+
+def last_gap(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and (not gaps or gaps[-1] <= tbt_slo))
+
+
+def first_gap(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and (not gaps or gaps[0] <= tbt_slo))
+
+
+def any_gap(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and any(x <= tbt_slo for x in gaps))
+
+
+def p99(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and (not gaps or np.percentile(gaps, 99) <= tbt_slo))
+
+
+def median(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and (not gaps or np.median(gaps) <= tbt_slo))
+
+
+def sorts_the_callers(requests, ttft_slo, tbt_slo):
+    kept = 0
+    for ttft, gaps in requests:
+        gaps.sort()
+        kept += ttft <= ttft_slo and (not gaps or gaps[-1] <= tbt_slo)
+    return kept / len(requests)
+
+
+def two_digits(requests, ttft_slo, tbt_slo):
+    return round(how_many(requests, ttft_slo, tbt_slo) / len(requests), 2)
+
+
+def in_percent(requests, ttft_slo, tbt_slo):
+    return 100 * how_many(requests, ttft_slo, tbt_slo) / len(requests)
+
+
+def return_inside(requests, ttft_slo, tbt_slo):
+    kept = 0
+    for ttft, gaps in requests:
+        if ttft <= ttft_slo and all(gap <= tbt_slo for gap in gaps):
+            kept += 1
+        return kept / len(requests)
+
+
+def yes_or_no(requests, ttft_slo, tbt_slo):
+    for ttft, gaps in requests:
+        return float(ttft <= ttft_slo and all(gap <= tbt_slo for gap in gaps))
+
+
+def longest_of_nothing(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and max(gaps) <= tbt_slo)
+
+
+def p99_of_nothing(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and np.percentile(gaps, 100) <= tbt_slo)
+
+
+def mean_of_nothing(requests, ttft_slo, tbt_slo):
+    return _share(requests, lambda t, gaps: t <= ttft_slo and sum(g > tbt_slo for g in gaps) / len(gaps) == 0)
+
+
 def everything(points):
     return sorted(set(points))
 
@@ -55,6 +126,40 @@ def beaten_in_both_only(points):
     return sorted({p for p in points if not any(q[0] < p[0] and q[1] < p[1] for q in points)})
 
 
+def by_ttft(points):
+    return sorted({p for p in points if not_beaten(p, points)}, key=lambda p: p[1])
+
+
+def reversed_(points):
+    return sorted({p for p in points if not_beaten(p, points)}, reverse=True)
+
+
+def beats_itself(points):
+    return sorted({p for p in points if not any(q[0] <= p[0] and q[1] <= p[1] for q in points)})
+
+
+def beats_its_equal(points):
+    rest = [points[:i] + points[i + 1 :] for i in range(len(points))]
+    return sorted(p for p, qs in zip(points, rest) if not any(q[0] <= p[0] and q[1] <= p[1] for q in qs))
+
+
+def or_for_and(points):
+    return sorted({p for p in points if not any(q != p and (q[0] <= p[0] or q[1] <= p[1]) for q in points)})
+
+
+def or_for_and_strict(points):
+    return sorted({p for p in points if not any(q[0] < p[0] or q[1] < p[1] for q in points)})
+
+
+def as_set(points):
+    return {p for p in points if not_beaten(p, points)}
+
+
+def sorts_points(points):
+    points.sort()
+    return sorted({p for p in points if not_beaten(p, points)})
+
+
 def as_given(points):
     return [p for p in dict.fromkeys(points) if not_beaten(p, points)]
 
@@ -72,5 +177,27 @@ WRONG = [
     ("90.2", "larger_is_better", larger),
     ("90.2", "repeated", with_repeats),
     ("90.2", "tie_kept", beaten_in_both_only),
+    ("90.1", "summed", sum_of_gaps),
+    ("90.1", "one_gap", last_gap),
+    ("90.1", "one_gap", first_gap),
+    ("90.1", "one_gap", any_gap),
+    ("90.1", "percentile", p99),
+    ("90.1", "percentile", median),
+    ("90.1", "changed_inputs", sorts_the_callers),
+    ("90.1", "rounded", two_digits),
+    ("90.1", "percent", in_percent),
+    ("90.1", "first_request", return_inside),
+    ("90.1", "first_request", yes_or_no),
+    ("90.1", "one_token", longest_of_nothing),
+    ("90.1", "one_token", p99_of_nothing),
+    ("90.1", "one_token", mean_of_nothing),
     ("90.2", "not_sorted", as_given),
+    ("90.2", "not_sorted", by_ttft),
+    ("90.2", "not_sorted", reversed_),
+    ("90.2", "beats_itself", beats_itself),
+    ("90.2", "beats_itself", beats_its_equal),
+    ("90.2", "one_is_enough", or_for_and),
+    ("90.2", "one_is_enough", or_for_and_strict),
+    ("90.2", "no_list", as_set),
+    ("90.2", "changed_inputs", sorts_points),
 ]
