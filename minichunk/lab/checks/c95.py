@@ -32,10 +32,10 @@ BATCHES = [
     ([], []),
     ([8], []),
     ([], [5]),
-    ([2], [3]),
+    ([3], [2]),
     ([3], [9]),
     ([4, 2], [7]),
-    *[([_rng.randint(1, 40) for _ in range(n)], [_rng.randint(1, 90) for _ in range(m)]) for n, m in ((2, 3), (1, 4), (3, 1))],
+    *[([_rng.randint(4, 40) for _ in range(n)], [_rng.randint(1, 90) for _ in range(m)]) for n, m in ((2, 3), (1, 4), (3, 1))],
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def check_count(fn: Callable) -> Result:
             if not isinstance(raised.__cause__, ZeroDivisionError) or (chunks and cached):
                 raise
             key = "over_the_smaller" if chunks or cached else "empty_batch"
-            there = f"P is {p} and D is {d}, and one was divided by 0"
+            there = f"P is {p} and D is {d}: a division by 0"
             return COUNT.wrong(key, rule, case, f"ZeroDivisionError: {raised.__cause__}", wanted, there)
         nothing = "an empty batch has 0 tokens and no ratio"
         if not isinstance(got, tuple | list) or len(got) != 2:
@@ -85,7 +85,7 @@ def check_count(fn: Callable) -> Result:
             key = "over_the_smaller" if min(p, d) and close(ratio, (p + d) / min(p, d)) else key
             key = "inverted" if close(ratio, max(p, d) / (p + d)) else key
             key = "none_too_often" if ratio is None else key
-            difference = f"ratio {ratio}, expected ({p} + {d}) / {max(p, d)} = {wanted[1]:.4g}"
+            difference = f"ratio {f'{ratio:.4g}' if number(ratio) else ratio}, expected ({p} + {d}) / {max(p, d)} = {wanted[1]:.4g}"
             return COUNT.wrong(key, rule, case, got, wanted, difference)
     return Result(True, "passed", COUNT.passed)
 
