@@ -23,7 +23,11 @@ def test_a_learners_scheduler_serves_like_the_builtin_and_is_named():
     run, builtin = served(mine), served()
     assert [s.chunks for s in run.steps] == [s.chunks for s in builtin.steps]
     assert run.meta["code"] == "YOUR" and "code" not in builtin.meta
-    assert "YOUR" in views.text(lab.tuning_map([run, builtin]))
+    drawn = lab.tuning_map([run, builtin])
+    assert "YOUR scheduler, budget 512: P99 TBT" in views.text(drawn) and "plan_step" not in views.text(drawn)
+    ring, mark = (next(t for t in drawn.data if t.name == name) for name in ("YOUR scheduler", "mixed"))
+    assert (ring.x, ring.y) == (mark.x, mark.y), "on each other"
+    assert ring.marker.symbol.endswith("-open") and ring.marker.size > mark.marker.size, "and both can be seen"
 
 
 def test_waits_are_read_from_the_requests():
@@ -50,11 +54,15 @@ def test_tuner_keeps_tries_and_the_best_that_keeps_the_promise(monkeypatch):
     monkeypatch.setattr(scenes_tuning, "serve", lambda policy, budget: (policy, budget))
     monkeypatch.setattr(scenes_tuning, "waits", lambda run: waits[run])
     tuner = lab.tuner(0.1)
-    assert tuner.best is None and "none keeps it yet" in str(tuner)
+    assert tuner.best is None and tuner.summary() == "nothing tried yet"
+    tuner.run("leftover", 512)
+    assert tuner.summary() == "1 try, none keeps the promise"
     for policy, budget in [("leftover", 512), ("mixed", 256), ("mixed", 1024), ("mixed", 1024)]:
         tuner.run(policy, budget)
     assert len(tuner.tries) == 3 and tuner.best[:2] == ("mixed", 1024)
-    assert "broken" in str(tuner) and "Best of 3 tries: mixed, budget 1,024, median TTFT 150 ms" in str(tuner)
+    assert "broken" in str(tuner) and "best of 3 tries: mixed, budget 1,024, P99 TBT 90 ms, median TTFT 150 ms." in str(
+        tuner
+    )
 
 
 def test_tuner_runs_behind_its_button_and_says_what_is_wrong(monkeypatch):
@@ -65,10 +73,17 @@ def test_tuner_runs_behind_its_button_and_says_what_is_wrong(monkeypatch):
     tuner._budget.value = 256
     tuner._button.click()
     assert [t[:2] for t in tuner.tries] == [("mixed", 256)] and "256" in tuner._table.value
-    with pytest.raises(ValueError, match="no policy 'fifo'"):
-        tuner.run("fifo", 512)
-    with pytest.raises(ValueError, match="below max_requests 128"):
-        tuner.run("mixed", 64)
+    tries = len(tuner.tries)
+    for policy, budget, words in [
+        ("fifo", 512, "no policy 'fifo'; there are mixed"),
+        ("mixed", 3, "at least 128, not 3"),
+        ("mixed", "512", "a whole number of tokens, at least 128, not '512'"),
+        ("mixed", 512.0, "not 512.0"),
+    ]:
+        with pytest.raises(ValueError, match=words) as refused:
+            tuner.run(policy, budget)
+        assert refused.value._render_traceback_() == [str(refused.value)], "a line, no traceback"
+    assert len(tuner.tries) == tries
     with pytest.raises(ValueError, match="above 0 seconds"):
         lab.tuner(0)
 
@@ -96,3 +111,25 @@ def test_what_was_measured_is_what_the_kept_runs_hold():
             len(r.prompt_ids) + len(r.output_ids) - 1 for r in run.requests.values()
         )
     assert "transformers 1024" not in rows
+    assert list(rows) == ["mixed 512", "mixed 1024", "mixed 8192", "prefill_first 8192"]
+
+
+def test_prompts_in_the_longest_gap_are_those_of_the_steps_between_two_tokens():
+    """The longest gap's own request ran in the step before those prompts, and again in the first step after them."""
+    run = lab.recorded_run("prefill_first 8192")
+    last = {}
+    widest, between = 0.0, None
+    for n, step in enumerate(run.steps):
+        for id, _, _, samples, _ in step.chunks:
+            if samples and id in last and step.end - run.steps[last[id]].end > widest:
+                widest, between = step.end - run.steps[last[id]].end, run.steps[last[id] + 1 : n]
+            if samples:
+                last[id] = n
+    assert widest == pytest.approx(max(run.tbts), abs=1e-3) and len(between) == 8
+    assert {id for step in between for id, *_ in step.chunks} == set(range(449, 469))
+    assert lab.prompts_in_longest_gap(run) == 20
+
+
+def test_a_long_list_of_gaps_is_said_in_a_line():
+    result = lab.check("90.1", lambda requests, ttft, tbt: sum(t <= ttft and (not g or np.percentile(g, 99) <= tbt) for t, g in requests) / len(requests))  # fmt: skip
+    assert "requests [(0.5, [0.05] × 150 + [0.12] + [0.05] × 149)]" in result.message and len(result.message) < 600

@@ -24,7 +24,7 @@ _HOME = {
         "your_pool",
     ],
     "scenes_prompt": "answer_in_chunks chat_ids decode flips measure_lunch model_shape plain_model recorded_lunch roof split_times transformers_answer".split(),
-    "scenes_tuning": ["measured", "pairs", "recorded_run", "serve", "tuner", "waits"],
+    "scenes_tuning": ["measured", "pairs", "prompts_in_longest_gap", "recorded_run", "serve", "tuner", "waits"],
     "sliders": ["free_lunch", "split_prompt"],
     "ballot": ["other_claims", "verdict", "vote"],
     "controls": ["budget_selector", "steps_table"],

@@ -10,7 +10,9 @@ from typing import Any
 
 from minichunk import workloads
 from minichunk.costmodel import TYPICAL, CostModel
+from minichunk.lab.checks.shared import plural
 from minichunk.lab.exercises import code_of
+from minichunk.lab.predictions import Refused
 from minichunk.lab.widgets import Panel
 from minichunk.paths import data_path
 from minichunk.record import Run
@@ -18,13 +20,14 @@ from minichunk.scheduler import Policy, make_policy
 from minichunk.simulator import simulate
 
 MODEL, CARD, TRACE = "llama-3-8b", "A100-80-SXM", "azure-conv"
+LEAST = 128  # a budget below the most requests that run at once could not serve all their decodes
 
 
 @functools.cache
 def serve(policy: str | Policy | Callable = "mixed", budget: int | None = 512, block_size: int = 16, rate: float = 6.0, n: int = 200) -> Run:  # fmt: skip
     """A simulated run: n requests like Azure's conversations, `rate` a second, Llama-3-8B on one A100. No model is loaded.
 
-    budget: at least 128, the most requests that run at once; for a policy that never cuts prompts give None.
+    budget: at least LEAST, the most requests that run at once; for a policy that never cuts prompts give None.
     A policy may be a plan_step of your own.
     """
     requests = workloads.poisson(workloads.sample(TRACE, n, 0, max_total=8192), rate)
@@ -40,9 +43,10 @@ def serve(policy: str | Policy | Callable = "mixed", budget: int | None = 512, b
 
 def measured(card: str = "h200") -> list[dict]:
     """What `minichunk record` measured on this card under 480 of Azure's conversations, 16 a second, on Llama-3-8B's shape: a
-    row a policy and budget, times in ms. Raises FileNotFoundError where nothing is recorded."""
+    row a policy and budget, by policy and budget, times in ms. Raises FileNotFoundError where nothing is recorded."""
     rows = json.loads(data_path(f"recorded/{card}/serve.json").read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["mixed_share"] is not None]  # without the peer
+    ours = [row for row in rows if row["mixed_share"] is not None]  # without the peer
+    return sorted(ours, key=lambda row: (row["run"].split()[0], int(row["run"].split()[1])))
 
 
 def recorded_run(name: str = "mixed 1024", card: str = "h200") -> Run:
@@ -54,6 +58,14 @@ def waits(run: Run) -> tuple[float, float]:
     """(P99 TBT, median TTFT) of a run, seconds: what a server's readers and its newcomers wait for."""
     s = run.summary()
     return s["tbt"]["p99"], s["ttft"]["p50"]
+
+
+def prompts_in_longest_gap(run: Run) -> int:
+    """How many requests' prompts ran, whole or in part, between the two tokens that lie farthest apart."""
+    pairs_of_tokens = [p for r in run.requests.values() for p in zip(r.token_times, r.token_times[1:])]
+    start, end = max(pairs_of_tokens, key=lambda p: p[1] - p[0])
+    inside = [step for step in run.steps if start < step.end < end]
+    return len({id for step in inside for id, _, _, _, is_decode in step.chunks if not is_decode})
 
 
 def pairs(run: Run) -> list[tuple[float, list[float]]]:
@@ -74,9 +86,11 @@ class Tuner(Panel):
         super().__init__()
 
     def run(self, policy: str, budget: int) -> Run:
-        """Simulates it, keeps it among the tries, and gives the Run."""
+        """Simulates it, keeps it among the tries, and gives the Run. Raises Refused (a ValueError) for what cannot be tried."""
         if policy not in self.policies:
-            raise ValueError(f"no policy {policy!r}; there are {', '.join(self.policies)}")
+            raise Refused(f"no policy {policy!r}; there are {', '.join(self.policies)}")
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < LEAST:
+            raise Refused(f"a budget is a whole number of tokens, at least {LEAST}, not {budget!r}")
         run = serve(self.policies[policy], budget)
         if (policy, budget) not in [t[:2] for t in self.tries]:
             self.tries.append((policy, budget, *waits(run)))
@@ -93,11 +107,15 @@ class Tuner(Panel):
             for policy, budget, tbt, ttft in self.tries
         ]  # fmt: skip
 
-    def _status(self) -> str:
-        best = self.best
+    def summary(self) -> str:
+        """The best try in words: "best of 3 tries: mixed, budget 1,024, P99 TBT 90 ms, median TTFT 150 ms"."""
+        best, tries = self.best, plural(len(self.tries), "try").replace("trys", "tries")
         if best is None:
-            return f"Promise: P99 TBT ≤ {self.slo * 1e3:.0f} ms. {len(self.tries)} tries, none keeps it yet."
-        return f"Promise: P99 TBT ≤ {self.slo * 1e3:.0f} ms. Best of {len(self.tries)} tries: {best[0]}, budget {best[1]:,}, median TTFT {best[3] * 1e3:.0f} ms."  # fmt: skip
+            return f"{tries}, none keeps the promise" if self.tries else "nothing tried yet"
+        return f"best of {tries}: {best[0]}, budget {best[1]:,}, P99 TBT {best[2] * 1e3:.0f} ms, median TTFT {best[3] * 1e3:.0f} ms"  # fmt: skip
+
+    def _status(self) -> str:
+        return f"Promise: P99 TBT ≤ {self.slo * 1e3:.0f} ms. So far: {self.summary()}."
 
     def __str__(self) -> str:
         lines = ["  ".join(f"{cell:>14}" for cell in row) for row in [HEAD, *self._rows()]]
@@ -107,7 +125,7 @@ class Tuner(Panel):
         import ipywidgets as w
 
         self._policy = w.Dropdown(options=list(self.policies), description="policy")
-        self._budget = w.BoundedIntText(value=512, min=128, max=8192, step=64, description="budget")
+        self._budget = w.BoundedIntText(value=512, min=LEAST, max=8192, step=64, description="budget")
         self._button = w.Button(description="Run", button_style="primary")
         self._button.on_click(lambda _: self.guarded(self._pressed))
         self._table = w.HTML()

@@ -15,8 +15,8 @@ from minichunk.record import Run
 
 
 def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both") -> go.Figure:
-    """P99 TBT against median TTFT, a mark a run, a line through those that no other beats in both, with the budget
-    beside them; hovering tells the others'.
+    """P99 TBT against median TTFT, a mark a run with its budget, and a line through those that no other beats in both.
+    A learner's scheduler is a ring, so that a built-in policy's mark shows through.
 
     slo: the promise in seconds, drawn as a line.
     """
@@ -28,12 +28,14 @@ def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both
     policies = dict.fromkeys(_name(run) for run in runs)
     sides = {point: ("top right", "bottom left")[n % 2] for n, point in enumerate(best)}  # neighbours' labels lie apart
     for k, (policy, (symbol, _)) in enumerate(zip(policies, cycle(RUN_MARKS))):
+        ring = policy.endswith("scheduler")
         mine = [run for run in runs if _name(run) == policy]
         x, y = zip(*((1e3 * a, 1e3 * b) for a, b in (points[id(run)] for run in mine)))
         budgets = [f"{run.meta['max_batch_tokens']:,}" for run in mine]
         side = [sides.get(points[id(run)]) for run in mine]
+        marker = {"symbol": "circle-open", "size": 22, "color": look["ink"], "line": {"width": 2}} if ring else {"symbol": symbol, "size": 12, "color": _run_color(k + 1, theme), "line": {"width": 1, "color": look["ink"]}}  # fmt: skip
         drawn.add_scatter(
-            x=x, y=y, mode="markers+text", name=policy, customdata=budgets, text=[budget if on else "" for budget, on in zip(budgets, side)], textposition=[on or "top right" for on in side], marker={"symbol": symbol, "size": 12, "color": _run_color(k + 1, theme), "line": {"width": 1, "color": look["ink"]}},
+            x=x, y=y, mode="markers" if ring else "markers+text", name=policy, customdata=budgets, text=budgets, textposition=[on or "top right" for on in side], textfont={"size": [14 if on else 11 for on in side]}, marker=marker,
             hovertemplate=policy + ", budget %{customdata}: P99 TBT %{x:.0f} ms, median TTFT %{y:.0f} ms<extra></extra>",
         )  # fmt: skip
         for run, budget, a, b in zip(mine, budgets, x, y):
@@ -49,4 +51,4 @@ def tuning_map(runs: Sequence[Run], slo: float | None = None, theme: str = "both
 
 def _name(run: Run) -> str:
     code = run.meta.get("code")
-    return f"{run.meta['policy']}, {code}" if code else run.meta["policy"]
+    return f"{code} scheduler" if code else run.meta["policy"]
