@@ -225,6 +225,8 @@ def _read_run(path: Path) -> list[TraceRequest]:
         records = sorted(Run.load(path).requests.values(), key=lambda r: r.arrival)
     except BadRunFile as error:
         raise BadTrace(str(error)) from error
+    if not records:
+        raise BadTrace(f"{path}: holds no request")
     if not all(r.output_ids for r in records):
         raise BadTrace(f"{path}: holds a request without an answer, so its length is unknown")
     return [TraceRequest(r.arrival - records[0].arrival, len(r.prompt_ids), len(r.output_ids)) for r in records]

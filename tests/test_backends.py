@@ -266,7 +266,10 @@ def test_asked_the_same_again_auto_stays_with_its_choice(kernels, caplog):
 @pytest.mark.parametrize(
     "fault, said",
     [
-        (RuntimeError("out of resource: shared memory"), "triton failed on a small batch .decodes.: RuntimeError: out of"),
+        (
+            RuntimeError("out of resource: shared memory"),
+            "triton failed on a small batch .decodes.: RuntimeError: out of",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "no memory to try it: OutOfMemoryError: CUDA out of"),
     ],
 )

@@ -1,5 +1,6 @@
 """The integers that the flashinfer backend hands to FlashInfer, on a CPU, over a made-up package that keeps its contract."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -53,12 +54,14 @@ def test_every_path_of_flashinfer_plans_what_the_reference_computes(
     if empty:
         batch, _ = trial.scattered(sizes, block_size)
         more = with_empty(batch, len(sizes) // 2)
-        query = torch.randn(batch.num_tokens, 4, 64).half()
+        query = torch.randn(4, batch.num_tokens, 64).half().transpose(0, 1)  # as models hand it over: not contiguous
         cache = [torch.randn(batch.block_tables.max() + 1, block_size, 2, 64).half() for _ in range(2)]
         outs = []
         for b in (batch, more):
             meta = StepMeta.of(b, CPU)
             backend.plan(meta)
+            said = re.findall(r"(\d+) sequences", backend.explain())
+            assert sum(map(int, said)) == len(sizes), "the sequence without rows is in no wrapper"
             backend.append_kv(*[c.new_ones(b.num_tokens, 2, 64) for c in cache], *cache, meta)
             outs.append(backend.attend(query, *cache, meta, layer))
         assert torch.equal(*outs)

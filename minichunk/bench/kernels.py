@@ -104,7 +104,7 @@ def contender(name: str, case: Case) -> Callable:
 
 
 def captured(calls: list[Callable]) -> torch.cuda.CUDAGraph:
-    """The calls, one after the other, as a CUDA graph; each ran twice before."""
+    """The calls, one after the other, as a CUDA graph; the first two ran twice before, so that all is compiled."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -33,14 +33,18 @@ def about() -> dict:
     return {
         "versions": {"minichunk": __version__, **found, "python": sys.version.split()[0], "cuda": torch.version.cuda},
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "clocks": clocks(), "ceilings": CEILINGS, "date": time.strftime("%Y-%m-%d"),
+        "driver": (smi("driver_version") or {}).get("driver_version"), "clocks": clocks(), "ceilings": CEILINGS, "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["minichunk", *sys.argv[1:]]),
     }  # fmt: skip
 
 
 def clocks() -> dict | None:
     """Clocks (MHz), temperature (°C) and power (W) as nvidia-smi reports them now; None without it."""
-    names = "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"
+    return smi("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+
+
+def smi(*names: str) -> dict | None:
+    """What nvidia-smi says of the first GPU, {name: text}; None without it."""
     try:
         query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
         values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")

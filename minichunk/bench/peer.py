@@ -39,7 +39,7 @@ def compare(
     model: str = "smollm2", requests: int = 16, shortest: int = 20, longest: int = 400, max_tokens: int = 32,
     budget: int = 512, threads: int | None = None, peer: str = "transformers",
 ) -> dict:  # fmt: skip
-    """Runs the comparison; returns readings, medians and the ratio of output tokens per second."""
+    """Runs the comparison; returns readings, their means and the ratio of output tokens per second."""
     from minichunk import __version__
     from minichunk.threads import num_threads
 

@@ -12,10 +12,13 @@ Each part is a fresh process, so that none finds another's memory or clocks, and
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from minichunk.paths import data_path
 from minichunk.record import Run
 
 SERVED = "random:llama-3-8b"
@@ -51,17 +54,27 @@ def offline(folder: Path, trace: str) -> dict:
 def serve(folder: Path, trace: str) -> dict:
     from minichunk.bench import serve as room
 
-    return room.serve(SERVED, trace, ["mixed", "prefill_first"], BUDGETS, None, 0.2, folder, "transformers")
+    with tempfile.TemporaryDirectory(dir=folder) as kept:
+        result = room.serve(SERVED, trace, ["mixed", "prefill_first"], BUDGETS, None, 0.2, Path(kept), "transformers")
+        for pattern in (f"serve_mixed_{BUDGETS[0]}.json.gz", "serve_prefill_first_*.json.gz"):  # enough to look at
+            path = next(Path(kept).glob(pattern))
+            label(path, result["card"] or "cpu")
+            os.replace(path, folder / path.name)
+    return result
 
 
 PARTS = {part.__name__: part for part in (kernels, steps, free_lunch, offline, serve)}
 
 
-def record(folder: Path, trace: str, parts: list[str] | None = None) -> list[str]:
-    """Runs the parts (default: all) and returns the names of those that failed; their messages are on stderr."""
+def record(folder: Path, trace: str | None = None, parts: list[str] | None = None) -> list[str]:
+    """Runs the parts (default: all) and returns the names of those that failed; their messages are on stderr.
+
+    trace: what `serve` serves, a file or a name of minichunk.workloads; by default the requests of the recorded Run.
+    """
     for name in parts or []:
         if name not in PARTS:
             raise ValueError(f"no part {name!r}; there are {', '.join(PARTS)}")
+    trace = trace or str(data_path("recorded/h200/serve_mixed_1024.json.gz"))
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in parts or PARTS:
@@ -82,20 +95,9 @@ def _part(name: str, folder: Path, trace: str) -> None:
     from minichunk.bench.peer import write_json
 
     folder.mkdir(parents=True, exist_ok=True)
-    sys.argv[1:] = [
-        "record",
-        folder.name,
-        "--only",
-        name,
-    ]  # what each result says of its command, without anybody's folders
-    result = PARTS[name](folder, trace)
-    write_json(result, folder / f"{name}.json")
-    if name == "serve":  # two replays are enough to look at
-        for path in folder.glob("serve_*.json.gz"):
-            if path.name.startswith("serve_prefill_first") or path.name == f"serve_mixed_{BUDGETS[0]}.json.gz":
-                label(path, result["card"] or "cpu")
-            else:
-                path.unlink()
+    # what each result says of its command, without anybody's folders
+    sys.argv[1:] = ["record", folder.name, "--trace", Path(trace).name, "--only", name]
+    write_json(PARTS[name](folder, trace), folder / f"{name}.json")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ as a trace, since `workloads.read` takes a Run too.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -136,27 +137,38 @@ def serve(
     keep: Path | None, peer: str | None = None, **options,
 ) -> dict:  # fmt: skip
     """Replays the trace for every policy and budget, then through the peer with the first budget. Policies that never cut
-    get one budget, which holds the longest request."""
+    get one budget, which holds the longest request. What cannot run is refused (ValueError) before the first replay."""
     import torch
 
     from minichunk.bench.machine import about
+    from minichunk.options import Limits
     from minichunk.scheduler import make_policy
     from minichunk.workloads import load
 
     trace = load(trace_name, n=count)
     longest = max(r.prompt_tokens + r.output_tokens for r in trace)
     options.setdefault("overlap", torch.cuda.is_available())
+    cells = []
+    for name in policies:
+        policy = make_policy(name)
+        for budget in budgets if policy.may_cut else [max(longest, *budgets)]:
+            Limits.of(policy, None, budget, None, options.setdefault("max_requests", 256), longest)
+            cells.append((name, budget))
+    if peer and torch.cuda.is_available() and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+        raise ValueError(
+            f"{peer} runs with flash_attention_2 on a GPU, and flash-attn is not installed: "
+            "pip install flash-attn --no-build-isolation, or leave out the peer"
+        )
     rows = []
-    for policy in policies:
-        for budget in budgets if make_policy(policy).may_cut else [max(longest, *budgets)]:
-            run = replay(model, trace, policy, budget, max_model_len=longest, **options)
-            rows.append(_said(row(f"{policy} {budget}", run, slo)))
-            if keep:
-                keep.mkdir(parents=True, exist_ok=True)
-                run.save(keep / f"serve_{policy.replace('(', '_').replace(')', '')}_{budget}.json.gz")
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    for policy, budget in cells:
+        run = replay(model, trace, policy, budget, max_model_len=longest, **options)
+        rows.append(_said(row(f"{policy} {budget}", run, slo)))
+        if keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            run.save(keep / f"serve_{policy.replace('(', '_').replace(')', '')}_{budget}.json.gz")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     if peer:
         rows.append(_said(row(f"{peer} {budgets[0]}", replay_transformers(model, trace, budgets[0]), slo)))
     return {
