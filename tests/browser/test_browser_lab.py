@@ -149,8 +149,9 @@ def test_notebook_00_runs_and_its_selector_answers(lab):
     assert lab.run_all(240) == []
     cell = lab.find("budget_selector(")
     handle = lab.element(cell, ".noUi-handle")
-    table = lambda: lab.element(cell, "table").text  # noqa: E731
-    before = table()
+    # in one call: the table is made anew when the slider moves, and an element held in between would be stale
+    table = lambda: lab.js("return nb.widgets[args[0]].node.querySelector('table')?.innerText;", cell)  # noqa: E731
+    before = until("the table", table)
     handle.click()
     handle.send_keys(Keys.ARROW_RIGHT)
     after = until("the numbers change", lambda: table() != before and table(), 20)
