@@ -33,6 +33,7 @@ def spec(heads=4, kv_heads=2, head_dim=64, **more):
     "change, said",
     [
         (dict(capability=(7, 0)), "compute capability 7.5 or above, this card has 7.0"),
+        (dict(capability=(7, 5)), None),
         (dict(version=None), "flashinfer is not installed: pip install flashinfer-python"),
         (dict(version="0.2.5"), "flashinfer 0.2.5 is too old, at least 0.6.13 is needed"),
         (dict(version="0.6.12+cu130"), "flashinfer 0.6.12+cu130 is too old"),
@@ -296,6 +297,29 @@ def test_a_plan_that_fails_in_a_run_gives_way_to_the_next(kernels, caplog):
     kernels["triton"].breaks = kernels["flash_attn"].breaks = kernels["torch"].breaks = True
     with pytest.raises(RuntimeError, match="no kernel image"):  # the reference itself
         chosen.plan(MIXED)
+
+
+def test_a_plan_without_memory_fails_its_step_alone(kernels, monkeypatch):
+    """Another kernel would not have more; the next step may."""
+    chosen, plan = ask(AutoAttention(graphs=False)), kernels["flashinfer:batch"].plan
+
+    def full(meta):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels["flashinfer:batch"], "plan", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen.plan(MIXED)
+    monkeypatch.setattr(kernels["flashinfer:batch"], "plan", plan)
+    chosen.plan(MIXED)
+    assert "flashinfer:batch ran" in chosen.explain() and "left out" not in chosen.explain()
+
+
+def test_a_plan_in_a_capture_does_not_change_kernels(kernels):
+    chosen = ask(AutoAttention(graphs=True))
+    kernels["triton"].breaks = True
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        chosen.plan(replace(MIXED, host=None))
+    assert chosen.name == "triton"
 
 
 def test_what_failed_for_one_kind_of_batch_is_left_out_for_all(kernels):

@@ -1,7 +1,9 @@
-"""The integers that the flashinfer backend hands to FlashInfer, on a CPU, over a made-up package that keeps its contract."""
+"""The integers that the flashinfer and flash_attn backends hand to their packages, on a CPU, over made-up packages that keep
+their contracts."""
 
 import re
 import sys
+import types
 from dataclasses import replace
 
 import fake_flashinfer
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from test_backends import spec
 
 from minichunk.attention import StepMeta, Unsupported, flashinfer_backend, trial
+from minichunk.attention.flash_attn_backend import FlashAttention
 from minichunk.attention.flashinfer_backend import PATHS, FlashInferAttention
 from minichunk.packing import PackedBatch
 
@@ -107,3 +110,49 @@ def test_a_backend_object_set_up_for_another_engine_says_so(flashinfer, monkeypa
     for layer, dtype in ((spec(), torch.float16), (spec(), torch.bfloat16), (spec(softcap=2.0), torch.float16)):
         with pytest.raises(RuntimeError, match="give each engine a backend object of its own"):
             backend.attend(torch.zeros(5, 4, 64, dtype=dtype), *(c.to(dtype) for c in cache), meta, layer)
+
+
+def flash_attn():
+    """The package's two calls over blocks: a window counts keys to the left and to the right, lengths are int32 tensors."""
+
+    def paged(query, key_cache, value_cache, rows, lens, block_table, softmax_scale, causal, window_size, softcap):
+        page = key_cache.shape[1]
+        assert page % 256 == 0 and causal and window_size[1] in ((-1,) if window_size[0] < 0 else (0,))
+        assert len(rows) == len(lens) + 1 == len(block_table) + 1 and int(rows[-1]) == len(query)
+        assert all(t.dtype == torch.int32 for t in (rows, lens, block_table)) and (rows[1:] > rows[:-1]).all()
+        counts = [-(-n // page) for n in lens.tolist()]
+        indices = torch.cat([blocks[:count] for blocks, count in zip(block_table, counts)])
+        pages = np.concatenate([[0], np.cumsum(counts)])
+        return fake_flashinfer.attend(
+            query, (key_cache, value_cache), rows, pages, indices, lens.tolist(), True, softmax_scale, window_size[0], softcap
+        )  # fmt: skip
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **same):
+        lens = cu_seqlens_k.diff()
+        assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(lens.max()))
+        return paged(q, k, v, cu_seqlens_q, lens, block_table, **same)
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, **same):
+        rows = torch.arange(len(q) + 1, dtype=torch.int32)
+        return paged(q[:, 0], k_cache, v_cache, rows, cache_seqlens, block_table, **same)[:, None]
+
+    return types.SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache
+    )
+
+
+@pytest.mark.parametrize("sizes", [[(5, 1), (255, 1), (256, 1)], [(300, 1), (0, 7), (250, 20), (9, 1)], [(0, 3)]])
+@pytest.mark.parametrize("more", [{}, dict(sliding_window=1), dict(sliding_window=6, softcap=2.0, scale=0.3)])
+def test_flash_attn_plans_what_the_reference_computes(monkeypatch, sizes, more):
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn())
+    backend, layer = FlashAttention(), spec(**more)
+    assert trial.difference(backend, layer, sizes, 256, torch.float16, CPU) < trial.TOLERANCE[torch.float16]
+    assert ("decodes alone" in backend.explain()) == all(rows == 1 for _, rows in sizes)
+    batch, _ = trial.scattered(sizes, 256)
+    cache = [torch.randn(batch.block_tables.max() + 1, 256, 2, 64).half() for _ in range(2)]
+    query, outs = torch.randn(4, batch.num_tokens, 64).half().transpose(0, 1), []
+    for b in (batch, with_empty(batch, len(sizes) // 2)):
+        meta = StepMeta.of(b, CPU)
+        backend.plan(meta)
+        outs.append(backend.attend(query, *cache, meta, layer))
+    assert torch.equal(*outs)
