@@ -136,6 +136,17 @@ def test_a_trial_passes_what_is_right_and_names_what_is_not():
     trial.trial(TorchAttention(), layers, 16, torch.float32, device)
     trial.trial(TorchAttention(), layers, 256, torch.bfloat16, device)
 
+    class Seen(TorchAttention):
+        layers = []
+
+        def attend(self, query, key_cache, value_cache, meta, layer, sinks=None):
+            self.layers.append((layer, kind_of(meta)))
+            return super().attend(query, key_cache, value_cache, meta, layer, sinks)
+
+    seen = Seen()
+    trial.trial(seen, layers * 2, 16, torch.float32, device)  # each distinct layer, each kind of batch, once
+    assert sorted(map(str, seen.layers)) == sorted(str((layer, kind)) for layer in layers for kind in auto.KINDS)
+
     def fails(out, meta):
         raise RuntimeError("\n\nNinja build failed\nmore")
 

@@ -61,8 +61,8 @@ def difference(backend, layer: LayerSpec, sizes: list[tuple[int, int]], block_si
     query = make(batch.num_tokens, layer.num_heads, layer.head_dim)
     sinks = make(layer.num_heads) if layer.has_sinks else None
     reference, meta = TorchAttention(), StepMeta.of(batch, device)
-    exact = torch.float64 if dtype == torch.float32 else torch.float32
-    wide = [x.to(exact, copy=True) for x in (*new, *caches)]
+    exact = torch.float64 if dtype == torch.float32 else torch.float32  # never dtype itself: `wide` are copies
+    wide = [x.to(exact) for x in (*new, *caches)]
     reference.plan(meta)
     reference.append_kv(*wide, meta)
     wanted = reference.attend(query.to(exact), *wide[2:], meta, layer, None if sinks is None else sinks.to(exact))
