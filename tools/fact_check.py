@@ -17,7 +17,7 @@ HEAD = """# The fact check
 
 <!-- made by tools/fact_check.py from data/claims.json -->
 
-This course began with a public post about running prompts and decodes in one batch with chunked prefill, FlashAttention
+This course began with a public article about running prompts and decodes in one batch with chunked prefill, FlashAttention
 and FlashInfer. It makes {count} claims that can be told apart. Here they are in our own words, each with a verdict. The
 number that speaks for or against a claim is computed: the name in the last column is a function of `minichunk/claims.py`,
 and `tests/test_claims.py` runs every one and fails when a number moves. Notebook 95 works twelve of them out.

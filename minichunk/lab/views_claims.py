@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from minichunk import claims
 from minichunk.lab import colors
-from minichunk.lab.views import RUN_MARKS, _fill, _finish, _run_color
+from minichunk.lab.views import RUN_MARKS, _fill, _finish
 from minichunk.lab.views_blocks import row_error_bars, waste_by_policy
 from minichunk.record import Run
 
@@ -91,10 +91,14 @@ def _waste(theme: str) -> go.Figure:
     return waste_by_policy(waste("sharegpt-8k", 8192), "sharegpt-8k", theme)
 
 
-def _pages(theme: str) -> go.Figure:
-    names = ("llama-3-8b", "yi-34b", "llama-2-70b", "llama-2-7b", "gpt-3-175b")
-    rows = {n: 16 * claims.SHAPES[n].kv_bytes_per_token / 2**20 for n in names}
-    return bars({"16 tokens": rows}, "A block of 16 tokens, all layers", COMPUTED, "MiB", theme, (16, "16 MiB"))
+def _append(theme: str) -> go.Figure:
+    e = claims.find(46)["expect"]
+    rows = {
+        "tokens in the step": e["tokens"],
+        "found at their slots": e["found_at_their_slots"],
+        "slots written": e["slots_written"],
+    }
+    return bars({"a step": rows}, "What the append wrote, and where it lies", COUNTED, "tokens", theme, form=",")
 
 
 def _slots(theme: str) -> go.Figure:
@@ -133,41 +137,33 @@ def _requests(theme: str) -> go.Figure:
     return _finish(drawn, "GPT-3 175B on eight A100: more cannot be", [_source(COMPUTED)], said, theme, 420)
 
 
-def _both_sides(theme: str) -> go.Figure:
-    chunk, *shares = np.array(claims.both_sides()).T
-    drawn, said = go.Figure(), []
-    names = ("compute, one after the other", "bandwidth, one after the other", "compute, perfect overlap", "bandwidth, perfect overlap")  # fmt: skip
-    for n, (name, share) in enumerate(zip(names, shares)):
-        dash = "solid" if n < 2 else "dash"
-        drawn.add_scatter(x=chunk, y=share, mode="lines", name=name, line={"dash": dash, "width": 2.5, "color": _run_color(n % 2, theme)})  # fmt: skip
-        said.append(f"{name}: " + ", ".join(f"{share[chunk == c][0]:.0%} at {c}" for c in (128, 256, 512, 2048)))
-    for y in (0.85, 0.6):
-        _mark(drawn, "y", y, f"{y:.0%}", theme)
-    drawn.update_xaxes(title="prompt tokens beside 32 decodes", range=[0, 1536])
-    drawn.update_yaxes(title="share of the peak", tickformat=".0%", range=[0, 1.05])
-    source = f"{COMPUTED}: Llama-3-8B, A100, kernels at 100%"
-    return _finish(drawn, "Compute and bandwidth that a step can use", [_source(source)], said, theme, 440)
+def _decode_bytes(theme: str) -> go.Figure:
+    """What a step of n decodes reads, by n and by the length of their histories."""
+    rows: dict[str, dict[str, float]] = {"weights": {}, "keys and values": {}}
+    for n, cached in ((1, 1024), (30, 128), (30, 1024), (128, 1024)):
+        parts, label = claims.traffic(claims.SEVEN, [(cached, 1)] * n), f"{n} decode{'s' * (n > 1)} at {cached:,}"
+        rows["weights"][label], rows["keys and values"][label] = parts["weights"] / 1e9, parts["kv_read"] / 1e9
+    return bars(rows, "What a step of decodes reads", f"{COMPUTED}: Llama-2-7B", "GB", theme, form=".1f")
 
 
-def _gain_70b(theme: str) -> go.Figure:
-    rows: dict[str, dict[str, float]] = {}
-    for (gpu, tp), gain in claims.gain_70b().items():
-        rows.setdefault(gpu, {})[f"{gpu}, {tp} GPU{'s' * (tp > 1)}"] = 100 * gain
-    return bars(rows, "Linear layers of Llama-2-70B: 512 tokens a step over 256", "measured by Vidur, MLSys'24", "percent more tokens a second", theme, (22, "the article's 22"), "+.1f")  # fmt: skip
+def _eighths(theme: str) -> go.Figure:
+    rows = {}
+    for part, name in (("total", "all of the step"), ("attention", "attention alone")):
+        each = [claims.flops(claims.SEVEN, [chunk])[part] for chunk in claims.split(4096, 512)]
+        rows[name] = {f"chunk {n}": 100 * x / sum(each) for n, x in enumerate(each, 1)}
+    return bars(rows, "FLOPs of eight chunks of 512", f"{COMPUTED}: Llama-2-7B", "percent of the prompt's", theme, (12.5, "an eighth"), ".1f")  # fmt: skip
 
 
-def _shares(theme: str) -> go.Figure:
-    e = claims.find(49)["expect"]
-    loads = {"256 in, 512 out": "short_prompts", "1,024 in, 256 out": "long_prompts", "code": "code"}
-    kinds = {"decodes first, no share": "none", "70% for prompts": "70", "30% for prompts": "30"}
-    rows = {kind: {load: e[f"{name}_{key}"] for load, name in loads.items()} for kind, key in kinds.items()}
-    return bars(
-        rows,
-        "Requests a second with P99 TBT ≤ 100 ms",
-        SIMULATED,
-        "requests a second (TBT: time between tokens)",
-        theme,
-    )
+def _starving(theme: str) -> go.Figure:
+    e = claims.find(16)["expect"]
+    rows = {
+        "prompts first": {
+            "simulated": e["tbt_p99_prefill_first_s"],
+            "published, Yi-34B": e["published_hybrid_tbt_p99"],
+        },
+        "mixed": {"simulated": e["tbt_p99_mixed_s"], "published, Yi-34B": e["published_tbt_p99"]},
+    }
+    return bars(rows, "How long readers stand still", f"{SIMULATED}; published: Sarathi-Serve, OSDI'24", "P99 of TBT (time between tokens), s", theme)  # fmt: skip
 
 
 def _gains(theme: str) -> go.Figure:
@@ -205,6 +201,6 @@ def _source(text: str) -> Run:
 
 
 _FIGURES: dict[int, Callable[[str], go.Figure]] = {
-    22: _tokens, 24: _density, 32: _qkvpacked, 48: _waste, 41: _pages, 47: _slots, 34: _links, 61: _requests, 52: _both_sides,
-    55: _gain_70b, 49: _shares, 11: _gains,
+    22: _tokens, 24: _density, 32: _qkvpacked, 48: _waste, 46: _append, 47: _slots, 34: _links, 61: _requests, 5: _decode_bytes,
+    15: _eighths, 16: _starving, 11: _gains,
 }  # fmt: skip

@@ -171,7 +171,7 @@ lab.reveal("90c", len(best), lab.tuning_map([*runs, lab.serve(plan_step, 512)], 
 Read it from the left. A share below one makes chunks smaller at the same budget: it moves a setting left, along nearly
 the same curve. (`share(0.7)` at 1,024 even beats `mixed` at 1,024. That is no golden rule: `mixed` at 750 lies in the
 same place, and among 200 requests a median wobbles by some ms.) `leftover` lies far to the right: nothing bounds a
-reader's gap while prompts keep coming. The ring is your scheduler, exactly on `mixed` at 512.
+reader's gap while prompts keep coming. The ring is 40.1's scheduler, exactly on `mixed` at 512.
 
 Which point of the front is right? Nothing in the picture says. The promise does.
 """
