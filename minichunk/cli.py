@@ -60,7 +60,7 @@ def _print_checks(found) -> None:
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="smollm2, tiny, a hub id or a folder.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="smollm2, a hub id or a folder.")] = "smollm2",
     policy: Annotated[str, typer.Option(help="mixed, prefill_first, whole_prompt, leftover or 'share(x)'.")] = "mixed",
     budget: Annotated[int, typer.Option(min=1, help="Tokens in a step, at most.")] = 128,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the cache.")] = 16,

@@ -59,7 +59,12 @@ def check_counts(**counts: int | None) -> None:
 def resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {device}: torch finds no usable CUDA device here; `minichunk doctor` says why, device='cpu' works"
+        )
+    return device
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, model: Any) -> torch.dtype:

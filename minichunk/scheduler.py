@@ -77,7 +77,9 @@ class Policy:
     ) -> list[tuple[RequestView, int]]:
         """Each chunk gets min(what it needs, chunk_size, budget left), phase by phase, in arrival order."""
         phases = {"decodes": [r for r in running if r.is_decode], "waiting": waiting}
-        phases["unfinished"] = [r for r in running if r.num_left and not r.is_decode] if len(phases["decodes"]) < len(running) else []
+        phases["unfinished"] = (
+            [r for r in running if r.num_left and not r.is_decode] if len(phases["decodes"]) < len(running) else []
+        )
         left = budget
         prompt_left = budget if self.prompt_share is None else max(1, int(self.prompt_share * budget))
         plan, num_decodes = [], 0
@@ -227,7 +229,9 @@ class Scheduler:
             if id in seen:
                 raise PlanRefused(f"request {id!r} is in the plan twice")
             if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= left[id]:
-                raise PlanRefused(f"request {id!r} has {left[id]} tokens left, the plan gives it {length!r}")
+                raise PlanRefused(
+                    f"request {id!r} has {left[id]} tokens left, the plan gives it {length!r}: a whole number from 1 to {left[id]}"
+                )
             if self.chunk_size and length > self.chunk_size:
                 raise PlanRefused(f"request {id!r} gets {length} tokens, chunk_size is {self.chunk_size}")
             if id in order:
@@ -327,7 +331,13 @@ class Scheduler:
         """Returns a function that puts queues, tables and pool back as they are now (a learner's packer may fail)."""
         live = [*self.running, *self.waiting]
         state = [
-            (r, r.num_computed, r.table, list(r.table.block_ids) if r.table is not None else None, r.metrics.preemptions)
+            (
+                r,
+                r.num_computed,
+                r.table,
+                list(r.table.block_ids) if r.table is not None else None,
+                r.metrics.preemptions,
+            )
             for r in live
         ]
         queues = deque(self.waiting), list(self.running)

@@ -366,3 +366,14 @@ def test_the_table_names_kinds_and_backends_that_there_are():
         assert "triton" in shares[kind] and all(0 < share < 1.2 for share in shares[kind].values())
         for name in shares[kind]:
             assert make_backend(name, CPU).name in (name, "torch")
+
+
+def test_what_is_not_on_this_machine_is_refused_in_words(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minichunk.attention.triton_backend", None)
+    with pytest.raises(
+        Unsupported, match="attention='triton' needs the triton package .*: pip install triton, or use 'torch'"
+    ):
+        make_backend("triton", CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no usable CUDA device here; `minichunk doctor` says why"):
+        Engine("tiny", device="cuda")

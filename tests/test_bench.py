@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from minichunk import cli, workloads
@@ -94,61 +95,23 @@ def test_json_keeps_every_value_and_puts_plain_lists_on_one_line(tmp_path):
     assert json.loads(text) == value and ' "times": [1.5, 2, null],' in text.splitlines()
 
 
-def test_recording_needs_a_gpu_and_known_parts(tmp_path, monkeypatch):
-    import torch
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", ["bench steps", "bench kernels", "bench offline", "record new --only steps"])
+def test_without_a_gpu_a_gpu_bench_says_so_in_one_line(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(cli.app, command.split())
+    assert ran.exit_code == 1 and "needs a CUDA device; `minichunk doctor` says" in ran.output
+    assert len(ran.output.splitlines()) == 1 and not list(tmp_path.iterdir())
 
-    ran = CliRunner().invoke(cli.app, ["record", str(tmp_path / "new"), "--trace", "azure-conv"])
-    if not torch.cuda.is_available():
-        assert ran.exit_code and "needs a CUDA device" in str(ran.output) + str(ran.exception)
-        assert not (tmp_path / "new").exists()
+
+def test_recording_knows_its_parts_and_asks_for_a_trace(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no part 'speed'; there are kernels, steps"):
         record.record(tmp_path / "new", "x", ["kernels", "speed"])
-
-
-def test_what_cannot_run_is_refused_before_anything_runs(tmp_path, monkeypatch):
-    trace = str(workloads.save(TRACE, tmp_path / "trace.json"))
-    monkeypatch.setattr(serve, "replay", lambda *_, **__: pytest.fail("a replay ran"))
-    for policies, budgets, said in [
-        (["mixed", "foo"], [256], "unknown policy 'foo'"),
-        (["mixed"], [256, 100], "max_batch_tokens 100 is below max_requests 256"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            serve.serve("tiny", trace, policies, budgets, None, 0.2, None)
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ValueError, match="flash-attn is not installed"):
-        serve.serve("tiny", trace, ["mixed"], [256], None, 0.2, None, "transformers")
-
-
-def test_recording_keeps_two_runs_and_touches_no_other_file(tmp_path, monkeypatch):
-    def served(model, trace, policies, budgets, count, slo, keep, peer):
-        for name in ("mixed_1024", "mixed_512", "mixed_8192", "prefill_first_9000"):
-            Run({"date": "2026-01-02"}, {}).save(keep / f"serve_{name}.json.gz")
-        return {"card": "a card", "trace": trace, "command": record.sys.argv[1:]}
-
-    monkeypatch.setattr(serve, "serve", served)
-    monkeypatch.setattr(record.sys, "argv", ["minichunk"])
-    folder = tmp_path / "cards"
-    folder.mkdir()
-    (folder / "serve_prefill_first_8192.json.gz").write_bytes(b"somebody's")
-    (folder / "serve_mine.json.gz").write_bytes(b"mine")
-    record._part("serve", folder, str(tmp_path / "a.json"))
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "serve.json", "serve_mine.json.gz", "serve_mixed_1024.json.gz", "serve_prefill_first_8192.json.gz", "serve_prefill_first_9000.json.gz",
-    ]  # fmt: skip
-    assert (folder / "serve_prefill_first_8192.json.gz").read_bytes() == b"somebody's"
-    for name in ("mixed_1024", "prefill_first_9000"):
-        assert Run.load(folder / f"serve_{name}.json.gz").meta["source"] == "RECORDED a card 2026-01-02"
-    command = json.loads((folder / "serve.json").read_text())["command"]
-    assert command == ["record", "cards", "--trace", "a.json", "--only", "serve"]
-
-
-def test_recording_serves_the_recorded_requests_by_default(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(record.subprocess, "run", lambda command: asked.append(command[3:]) or type("", (), {"returncode": 0}))  # fmt: skip
-    assert record.record(tmp_path, None, ["kernels", "serve"]) == []
-    assert [a[:2] for a in asked] == [["kernels", str(tmp_path)], ["serve", str(tmp_path)]]
-    assert len(workloads.load(asked[1][2])) == 480
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for only in ([], ["--only", "serve"]):
+        ran = CliRunner().invoke(cli.app, ["record", str(tmp_path / "new"), *only])
+        assert ran.exit_code and "the part serve needs a trace" in str(ran.output) + str(ran.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_serve_without_a_trace_or_peer_says_what_to_give():

@@ -11,6 +11,7 @@ import pytest
 import traitlets
 from toyrun import toy_run
 
+from minichunk import lab
 from minichunk.lab import kit, scrubber
 from minichunk.lab.html import to_html
 from minichunk.packing import PackedBatch
@@ -353,3 +354,9 @@ def test_a_run_that_cannot_be_shown_says_why(runs):
         scrubber.scrub(Run(meta={"block_size": 16, "num_blocks": 4}))
     with pytest.raises(ValueError, match=r"meta lacks \['block_size', 'num_blocks'\]"):
         scrubber.scrub(Run(steps=runs["plain"].steps))
+
+
+def test_on_a_gpu_the_wait_for_the_kernels_is_not_called_sampling():
+    run = lab.recorded_run("prefill_first 8192")
+    assert {"forward", "wait + sample"} <= set(scrubber.frame(run, 2084)["times"])
+    assert "wait + sample 193 ms" in scrubber.text(run, 2084)

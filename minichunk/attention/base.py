@@ -104,7 +104,12 @@ def make_backend(name: str, device: torch.device, graphs: bool = True) -> Attent
 
         return TorchAttention()
     if name == "triton" and not path:
-        from minichunk.attention.triton_backend import TritonAttention
+        try:
+            from minichunk.attention.triton_backend import TritonAttention
+        except ModuleNotFoundError as error:
+            raise Unsupported(
+                f"attention='triton' needs the triton package ({error}): pip install triton, or use 'torch'"
+            ) from error
 
         return TritonAttention()
     if name == "flash_attn" and not path:

@@ -15,26 +15,36 @@ def bench():
     """Measurements: one JSON a run. Nothing else may run beside them."""
 
 
+def need_cuda(what: str) -> None:
+    """Ends the command with one line where there is no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo(f"{what} needs a CUDA device; `minichunk doctor` says what is missing", err=True)
+        raise typer.Exit(1)
+
+
 Out = Annotated[Path | None, typer.Option(help="Write the JSON here instead of to stdout.")]
 
 
 @app.command()
 def serve(
     model: Annotated[str, typer.Option(help="smollm2, a folder, random:llama-3-8b, …")] = "smollm2",
-    trace: Annotated[str | None, typer.Option(help="A trace file or a name from `minichunk workloads`: replay its arrivals.")] = None,
+    trace: Annotated[str | None, typer.Option(help="A trace file, a saved Run, or a name from `minichunk workloads`: replay its arrivals.")] = None,
     peer: Annotated[str | None, typer.Option(help="transformers: the same requests through its continuous batching.")] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="With --trace: requests running at once, at most.")] = 256,
     overlap: Annotated[bool | None, typer.Option(help="With --trace: plan a step while the last one runs (default: on a GPU).")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="How many (default 16, or the whole trace).")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="With --trace: policies to compare (repeatable).")] = None,
-    budget: Annotated[list[int] | None, typer.Option(min=1, help="Tokens a step (repeatable with --trace).")] = None,
+    budget: Annotated[list[int] | None, typer.Option(min=1, help="Tokens a step (default 1024 with --trace, where it can be repeated, else 512). A policy that never cuts prompts runs once, with a budget that holds the longest request.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Without --trace: new tokens of each request.")] = 32,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: min(4, cores)).")] = None,
     slo: Annotated[float, typer.Option(help="With --trace: a gap above this many seconds is a stall.")] = 0.2,
     keep: Annotated[Path | None, typer.Option(help="With --trace: a folder for the Runs.")] = None,
     out: Out = None,
 ):  # fmt: skip
-    """Throughput of a set of prompts (against a peer), or latency under a trace's arrivals."""
+    """Throughput of a set of prompts (against a peer: 4 to 16 fresh processes, some minutes), or latency under a trace's
+    arrivals."""
     from minichunk.bench import peer as sides
     from minichunk.bench import serve as room
 
@@ -66,6 +76,7 @@ def steps(
     out: Out = None,
 ):  # fmt: skip
     """Steps on the GPU beside their serial roof: decodes, mixed batches."""
+    need_cuda("bench steps")
     from minichunk.bench import steps as room
     from minichunk.bench.peer import write_json
 
@@ -85,6 +96,7 @@ def offline(
     out: Out = None,
 ):  # fmt: skip
     """nano-vllm's benchmark on the GPU: 256 requests of 100–1024 tokens in and out, output tokens a second."""
+    need_cuda("bench offline")
     from minichunk.bench import offline as room
     from minichunk.bench.peer import write_json
 
@@ -100,6 +112,7 @@ def kernels(
     out: Out = None,
 ):  # fmt: skip
     """Attention on the GPU: ours, FlashInfer's and flash-attn's where they are installed, beside the roof."""
+    need_cuda("bench kernels")
     from minichunk.bench import kernels as room
     from minichunk.bench.peer import write_json
 
@@ -115,14 +128,13 @@ def record(
     only: Annotated[list[str] | None, typer.Option(help="kernels, steps, free_lunch, offline, serve (repeatable; default all).")] = None,
 ):  # fmt: skip
     """Makes the measurements of data/recorded again on this GPU: a fresh process each, some minutes each."""
-    import torch
-
     from minichunk.bench import record as room
 
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("recording needs a CUDA device; `minichunk doctor` says what is missing")
+    need_cuda("record")
+    if trace is None and "serve" in (only or room.PARTS):
+        raise typer.BadParameter("the part serve needs a trace: --trace FILE, or --only another part")
     try:
-        failed = room.record(folder, trace, only)
+        failed = room.record(folder, trace or "", only)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if failed:

@@ -16,7 +16,7 @@ import traitlets
 
 from minichunk.lab import colors, gaps, kit
 from minichunk.lab.titles import provenance
-from minichunk.record import Run
+from minichunk.record import Run, StepRecord
 
 SYNCS = ("time", "step")
 
@@ -39,7 +39,7 @@ def frame(run: Run, i: int) -> dict:
     queue = run.queue_at(i)
     out: dict[str, Any] = {
         "step": i, "kind": step.kind if step.chunks else "empty", "budget": step.budget, "tokens": step.num_tokens,
-        "start": step.start - run.steps[0].start, "end": step.end - run.steps[0].start, "times": dict(step.times),
+        "start": step.start - run.steps[0].start, "end": step.end - run.steps[0].start, "times": _times(run, step),
         "arrived": list(step.arrived), "admitted": list(step.admitted), "preempted": list(step.preempted),
         "aborted": list(step.aborted), "finished": list(step.finished), "hits": dict(step.hits), "chunks": [tuple(c) for c in step.chunks],
         "cu_seqlens_q": [0], "seq_lens_k": [], "positions": [], "token_ids": [], "slots": [], "logits_rows": [],
@@ -102,6 +102,12 @@ def _integers(run: Run) -> str:
     return f"columns: {run.meta['integers']}" if run.meta.get("integers") else ""
 
 
+def _times(run: Run, step: StepRecord) -> dict[str, float]:
+    """Seconds of each part of the step. On a GPU the host waits for the step's kernels where it asks for the tokens."""
+    waits = str(run.meta.get("device", "cpu")) != "cpu"
+    return {"wait + sample" if waits and name == "sample" else name: seconds for name, seconds in step.times.items()}
+
+
 def encode(run: Run, slo: float | None = None) -> dict:
     """The run as small JSON: requests by index, times as differences in microseconds, per step only what changed.
 
@@ -129,7 +135,7 @@ def encode(run: Run, slo: float | None = None) -> dict:
             "p": [index[r] for r in step.preempted], "x": [index[r] for r in step.aborted], "f": [index[r] for r in step.finished],
             "h": [[index[r], n] for r, n in step.hits.items()], "g": [[index[r], *b] for r, b in step.grown.items()],
             "s": [[b, int(what == "cached")] for b, what in step.block_states.items()],
-            "t": [[name, round(seconds * 1e6)] for name, seconds in step.times.items()],
+            "t": [[name, round(seconds * 1e6)] for name, seconds in _times(run, step).items()],
         }  # fmt: skip
         start, end = us(step.start), us(step.end)
         steps.append([start - before, end - start, step.budget, chunks, {k: v for k, v in changes.items() if v}])
