@@ -1,6 +1,7 @@
 """The integers that the flashinfer and flash_attn backends hand to their packages, on a CPU, over made-up packages that keep
 their contracts."""
 
+import random
 import re
 import sys
 import types
@@ -16,7 +17,7 @@ from test_backends import spec
 
 from minichunk.attention import StepMeta, Unsupported, flashinfer_backend, trial
 from minichunk.attention.flash_attn_backend import FlashAttention
-from minichunk.attention.flashinfer_backend import PATHS, FlashInferAttention
+from minichunk.attention.flashinfer_backend import PATHS, FlashInferAttention, workspace_bytes
 from minichunk.packing import PackedBatch
 
 CPU = torch.device("cpu")
@@ -112,6 +113,39 @@ def test_a_backend_object_set_up_for_another_engine_says_so(flashinfer, monkeypa
             backend.attend(torch.zeros(5, 4, 64, dtype=dtype), *(c.to(dtype) for c in cache), meta, layer)
 
 
+def planned_bytes(sizes, heads, kv_heads, head_dim, page, programs):
+    """What FlashInfer's planner asks of the workspace for (history, rows), after PrefillSplitQOKVIndptr of its scheduler.cuh:
+    the finest cut of the pages that gives at most programs / kv_heads pieces; nothing for a batch that is not cut."""
+    group = heads // kv_heads
+    lines, pages = [rows * group for _, rows in sizes], [-(-(history + rows) // page) for history, rows in sizes]
+    mean = sum(lines) // len(lines)
+    tile = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+    pieces = lambda cut: sum(-(-n // tile) * -(-k // cut) for n, k in zip(lines, pages))  # noqa: E731
+    low, high = max(128 // page, 1), max(pages)
+    while low < high:
+        mid = (low + high) // 2
+        low, high = (mid + 1, high) if pieces(mid) > programs // kv_heads else (low, mid)
+    return pieces(low) * heads * tile * (head_dim + 1) * 4 if low < max(pages) else 0
+
+
+def test_no_plan_asks_for_more_than_the_workspace(monkeypatch):
+    rng, most = random.Random(0), 0.0
+    for _ in range(3000):
+        sms, (heads, kv_heads) = (
+            rng.choice([40, 58, 108, 132, 170]),
+            rng.choice([(32, 8), (32, 32), (8, 1), (64, 4), (14, 2)]),
+        )
+        layer = spec(heads=heads, kv_heads=kv_heads, head_dim=rng.choice([64, 128, 256]))
+        properties = types.SimpleNamespace(multi_processor_count=sms)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        sizes = [(rng.randint(0, 40000), rng.choice([1, 1, rng.randint(1, 4096)])) for _ in range(rng.choice([1, 2, 5, 40, 300]))]  # fmt: skip
+        wanted = planned_bytes(sizes, heads, kv_heads, layer.head_dim, rng.choice([1, 16, 256]), 2 * sms)
+        room = workspace_bytes([layer, spec(heads=2, kv_heads=1)], torch.device("cuda"))
+        assert wanted <= room, (sizes, layer, sms)
+        most = max(most, wanted / room)
+    assert most > 0.5  # and not several times as much
+
+
 def flash_attn():
     """The package's two calls over blocks: a window counts keys to the left and to the right, lengths are int32 tensors."""
 
@@ -129,6 +163,7 @@ def flash_attn():
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **same):
         lens = cu_seqlens_k.diff()
+        assert max_seqlen_q > 1, "decodes alone have a call of their own"
         assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(lens.max()))
         return paged(q, k, v, cu_seqlens_q, lens, block_table, **same)
 
