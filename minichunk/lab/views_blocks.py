@@ -100,7 +100,8 @@ def block_map(run: Run, step: int, theme: str = "both") -> go.Figure:
         for k, block in enumerate(table):
             held = min(max(filled - k * size, 0), size)
             logical[row, k] = order[id] + 2 if held else HIDDEN
-            numbers[row, k] = f"{block}" + (f" ({size - held} ×)" if held < size else "")
+            wasted = "" if held == size else "×" if shape[1] > 6 else f" ({size - held} ×)"  # as wide as its cell
+            numbers[row, k] = f"{block}{wasted}"
             memory[block, :held] = order[id] + 2
             owners = "&".join(names[owner] for owner in f["pool"][block])
             shown = held if size <= 8 else min(held, 1)  # in a long block the first token's name must do

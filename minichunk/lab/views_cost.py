@@ -153,7 +153,7 @@ def chunk_time(times: Mapping[int, Sequence[Sequence[float]]], prompt: int, shap
     figure.update_yaxes(title="ms", range=[0, 1.15 * max(float(high.max()), reread[0], work)])
     figure.update_layout(legend=BELOW)
     said = [
-        f"chunks of {size}: {n} launch{'es' * (n > 1)}, {m:.0f} ms in all (P5 {a:.0f}, P95 {b:.0f}); reading the weights {n} times takes at least {r:.0f} ms"
+        f"chunks of {size}: {n} launch{'es' * (n > 1)}, {m:.0f} ms in all (P5 {a:.0f}, P95 {b:.0f}); reading the weights {f'{n} times' if n > 1 else 'once'} takes at least {r:.0f} ms"
         for size, n, a, m, b, r in zip(sizes, launches, low, mid, high, reread)
     ]
     said.append(f"the arithmetic is the same for every size: at least {work:.0f} ms")
