@@ -87,6 +87,29 @@ def test_split_takes_rows_in_any_order(flashinfer):
         assert ("decode wrapper, %d" % singles in backend.explain()) == bool(singles)
 
 
+@pytest.mark.parametrize(
+    "path, kernels",
+    [
+        ("fa2", ["fa2"]), ("fa3", ["fa3"]), ("default", ["auto"]), ("split", ["fa2", "decode"]),
+        ("split_fa3", ["fa3", "decode"]), ("batch", ["batch"]),
+    ],
+)  # fmt: skip
+def test_the_kernels_of_each_path(flashinfer, monkeypatch, path, kernels):
+    made = []
+
+    def noted(name, kind):
+        real = getattr(fake_flashinfer, name)
+        return lambda *given, **more: made.append(kind or more["backend"]) or real(*given, **more)
+
+    for name, kind in [("BatchPrefillWithPagedKVCacheWrapper", None), ("BatchDecodeWithPagedKVCacheWrapper", "decode"), ("BatchAttention", "batch")]:  # fmt: skip
+        monkeypatch.setattr(fake_flashinfer.module, name, noted(name, kind))
+    backend = FlashInferAttention(path)
+    backend.check([spec()], 16, torch.float16, CPU)
+    assert sorted(made) == sorted(kernels)  # made once, however many steps there are
+    backend.plan(StepMeta.of(trial.scattered([(5, 1), (0, 4)], 16)[0], CPU))
+    assert len(made) == len(kernels)
+
+
 def test_flashinfer_refuses_by_name(flashinfer):
     for layer, path, dtype, said in [
         (spec(head_dim=80), "fa2", torch.float16, r"layer 0.*head sizes \(64, 128, 256\).*80"),
@@ -130,7 +153,7 @@ def planned_bytes(sizes, heads, kv_heads, head_dim, page, programs):
 
 def test_no_plan_asks_for_more_than_the_workspace(monkeypatch):
     rng, most = random.Random(0), 0.0
-    for _ in range(3000):
+    for _ in range(800):
         sms, (heads, kv_heads) = (
             rng.choice([40, 58, 108, 132, 170]),
             rng.choice([(32, 8), (32, 32), (8, 1), (64, 4), (14, 2)]),
