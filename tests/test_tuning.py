@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from minichunk import lab
-from minichunk.lab import exercises, scenes_tuning, views
+from minichunk.lab import exercises, scenes_tuning, views, views_tuning
 from minichunk.lab.checks import c40
+from minichunk.record import Run
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,20 @@ def test_map_marks_the_front():
         line = next(w for w in words if w.startswith(f"{run.meta['policy']}, budget {run.meta['max_batch_tokens']:,}:"))
         assert line.endswith("(on the front)") == (not beaten(run))
     assert words[-1] == "promise: P99 TBT at most 100 ms"
+
+
+def test_map_labels_where_there_is_room(monkeypatch):
+    """Those on the front always, of the others those that lie alone."""
+    waits = {256: (0.03, 0.4), 512: (0.06, 0.2), 1024: (0.061, 0.21), 2048: (0.5, 0.5)}
+    monkeypatch.setattr(views_tuning, "waits", lambda run: waits[run.meta["max_batch_tokens"]])
+    runs = [Run(meta={"policy": "mixed", "max_batch_tokens": budget, "source": "x"}) for budget in waits]
+    marks = next(trace for trace in lab.tuning_map(runs).data if trace.name == "mixed")
+    assert list(marks.text) == ["256", "512", "", "2,048"] and list(marks.customdata) == [
+        "256",
+        "512",
+        "1,024",
+        "2,048",
+    ]
 
 
 def test_what_was_measured_is_what_the_kept_runs_hold():
