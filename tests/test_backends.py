@@ -274,6 +274,15 @@ def test_asked_the_same_again_auto_stays_with_its_choice(kernels, caplog):
     chosen.check([spec(head_dim=128)], 16, torch.float32, CPU)  # another model
     assert kernels["flash_attn"].asked == 2
 
+    def stopped(layers, block_size, dtype, device):
+        raise KeyboardInterrupt
+
+    check, kernels["flash_attn"].check = kernels["flash_attn"].check, stopped
+    with pytest.raises(KeyboardInterrupt):
+        ask(chosen)
+    kernels["flash_attn"].check = check
+    assert ask(chosen).name == "auto(flash_attn, flashinfer:fa3, flashinfer:batch)"  # a choice broken off is no choice
+
 
 @pytest.mark.parametrize(
     "fault, said",

@@ -38,6 +38,13 @@ def test_each_policy_gets_a_row_with_the_figures_of_its_run(served):
         assert [len(r.output_ids) for r in records] == [5, 9, 3, 1]
         assert (row["mixed_share"] > 0) == (name == "serve_mixed_16")
         assert run.meta["overlap"] is False and "torch" in row["explain"]
+        assert run.meta["max_requests"] == 4 and run.meta["prefix_cache"] is False
+
+
+def test_a_trace_that_says_which_blocks_repeat_is_served_with_the_prefix_cache():
+    trace = [TraceRequest(0.0, 513, 1, hashes) for hashes in ((1, 2), (1, 3), (4, 3))]
+    run = serve.replay("tiny", trace, "mixed", 520, max_model_len=514, max_requests=1)
+    assert run.meta["prefix_cache"] is True and [s.hits for s in run.steps if any(s.hits.values())] == [{1: 512}]
 
 
 def test_a_saved_run_is_a_trace(served, tmp_path):
@@ -63,6 +70,13 @@ def test_a_row_counts_seconds_from_the_first_arrival_to_the_last_token():
     row = serve.row("two", run, slo=0.3)
     assert (row["seconds"], row["output_tokens_per_s"], row["stalls"], row["gaps"]) == (2.0, 2.5, 2, 3)
     assert (row["ttft_p50_ms"], row["tbt_max_ms"]) == (500.0, 1250.0)
+
+
+def test_the_roof_counts_what_a_row_sees_and_what_must_move():
+    seen = sum(range(513, 1025))  # 512 rows behind 512 keys of history
+    assert kernels.roof_us([(512, 1024)]) == pytest.approx(4 * 32 * 128 * seen / 790e6)
+    moved = 2 * (2 * 8 * 128 * 1000 + 2 * 32 * 128)  # bfloat16: 1,000 keys and values, a row of queries and of output
+    assert kernels.roof_us([(1, 1000)]) == pytest.approx(moved / 4.3e6)
 
 
 def test_the_table_of_auto_is_the_mean_share_of_each_kind(tmp_path):

@@ -62,7 +62,7 @@ class AutoAttention:
     def check(self, layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Chooses for every kind of batch. Never refuses: the torch reference comes last. Asked the same again (an engine
         has one runner to verify its model and one to serve it), it stays with its choice."""
-        if self._asked == (layers, block_size, dtype, device):
+        if self._chosen and self._asked == (layers, block_size, dtype, device):
             return
         shares, source = table(torch.cuda.get_device_name(device))
         self._asked = list(layers), block_size, dtype, device
