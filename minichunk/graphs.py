@@ -117,9 +117,10 @@ def fed(token_ids: Tensor, feed: Tensor, last_tokens: Tensor) -> Tensor:
 def make_buckets(max_requests: int, max_batch_tokens: int, max_blocks: int) -> tuple[list[Bucket], list[Bucket]]:
     """(decode buckets, mixed buckets), rising, at most MOST_GRAPHS in all.
 
-    Decodes: 2, 4, 8, then steps of at most a third up to max_requests. One row is padded to two: torch.compile would
-    treat one as its own case. Mixed: down from the budget, which a step under load fills, by a factor of 1.2 or more, to
-    SMALLEST_MIXED tokens: below, a step reads the weights and does little else, so that padding costs next to nothing.
+    Decodes: 2, 4, 8, 16, then a half or a third more each time up to max_requests; the twelve largest. One row is padded
+    to two: torch.compile would treat one as its own case. Mixed: down from the budget, which a step under load fills, by
+    a factor of 1.2 or more, to SMALLEST_MIXED tokens: below, a step mostly reads the weights, so that padding costs
+    little (Llama-3-8B on an H200: 5.2 ms with 16 tokens, 5.8 with 128).
     """
     decode_sizes = [n for n in (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512) if n < max_requests]
     decode_sizes = (decode_sizes + [max(2, max_requests)])[-MOST_GRAPHS // 2 :]
