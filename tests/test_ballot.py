@@ -97,7 +97,7 @@ def test_widgets_are_made_and_redrawn():
     votes = lab.vote()
     assert len(votes.show().children) == 13  # twelve and the status line
     question, row, _ = votes.show().children[0].children
-    assert "Claim 22 (1 of 12)" in question.value
+    assert "Claim 22 (1 of 12)" in question.value and (type(row).__name__, row.layout.flex_flow) == ("HBox", "row wrap")
     assert [b.description for b in row.children] == [*(f"○ {choice}" for choice in ballot.CHOICES), "Lock", "Skip"]
     row.children[0].click()
     row.children[4].click()

@@ -23,7 +23,7 @@ OPTIONS = {
     "U": "cannot be told",
 }
 CHOICES = tuple(dict.fromkeys(OPTIONS.values()))
-SLOW = {"capacity_gain", "leftover_order", "share_against_decodes_first"}  # a minute: the tests compute these again
+SLOW = {"capacity_gain"}  # a minute: the tests compute it again
 
 
 class Vote(Prediction):
