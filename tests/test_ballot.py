@@ -57,6 +57,18 @@ def test_a_number_that_moved_is_said(no_figures, monkeypatch):
     assert "tokens: was 1054, is 1000" in str(lab.verdict(22))
 
 
+def test_the_deciding_sentence_stands_beside_the_verdict(no_figures):
+    votes = lab.vote()
+    for claim in ballot.WORKED:
+        votes.vote(claim, "holds")
+        verdict, numbers = str(lab.verdict(claim)).splitlines()[3:5]
+        assert verdict.startswith("Verdict: ") and len(verdict.split()) <= 40, claim
+        assert f"{verdict.split('. ', 1)[1]} {numbers}" == claims.reason(claim)
+    assert "Verdict: unsupported. No model, load or promise is named, and the gain hangs on the promise.\n" in str(
+        lab.verdict(11)
+    )
+
+
 def test_only_the_twelve_can_be_voted_on():
     with pytest.raises(KeyError, match="not among the twelve"):
         lab.vote().vote(1, "holds")

@@ -7,6 +7,7 @@ lab.score() counts it beside chance. A claim's evidence shows once its vote is l
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 
 from minichunk import claims
@@ -100,8 +101,10 @@ def verdict(claim: int) -> Reveal:
     if name not in SLOW:
         moved = claims.moved(entry["expect"], claims.evidence(claim), entry.get("tolerance", 1e-3))
         checked = f"{name} computed just now: " + ("as expected" if not moved else "; ".join(moved))
+    # A reason's first sentence decides: it stands beside the verdict, and the numbers below it.
+    decides, numbers = re.split(r"(?<=\.) (?=[A-Z0-9])", claims.reason(claim), maxsplit=1)
     text = (
-        f"Claim {claim}: {entry['claim']}\nVerdict: {claims.VERDICTS[entry['verdict']]}.\n{claims.reason(claim)}\n"
+        f"Claim {claim}: {entry['claim']}\nVerdict: {claims.VERDICTS[entry['verdict']]}. {decides}\n{numbers}\n"
         f"Sources: {entry['source']} ({checked})."
     )
     return Reveal(f"95-{claim}", OPTIONS[entry["verdict"]], figure(claim), None, None, text)
