@@ -128,6 +128,47 @@ def test_recording_knows_its_parts_and_asks_for_a_trace(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_cannot_run_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    trace = str(workloads.save(TRACE, tmp_path / "trace.json"))
+    monkeypatch.setattr(serve, "replay", lambda *_, **__: pytest.fail("a replay ran"))
+    for policies, budgets, said in [
+        (["mixed", "foo"], [256], "unknown policy 'foo'"),
+        (["mixed"], [256, 100], "max_batch_tokens 100 is below max_requests 256"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            serve.serve("tiny", trace, policies, budgets, None, 0.2, None)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match="flash-attn is not installed"):
+        serve.serve("tiny", trace, ["mixed"], [256], None, 0.2, None, "transformers")
+
+
+def test_recording_keeps_two_runs_and_touches_no_other_file(tmp_path, monkeypatch):
+    def served(model, trace, policies, budgets, count, slo, keep, peer):
+        for name in ("mixed_1024", "mixed_512", "mixed_8192", "prefill_first_9000"):
+            Run({"date": "2026-01-02"}, {}).save(keep / f"serve_{name}.json.gz")
+        return {"card": "a card", "trace": trace, "command": record.sys.argv[1:]}
+
+    monkeypatch.setattr(serve, "serve", served)
+    monkeypatch.setattr(record.sys, "argv", ["minichunk"])
+    folder = tmp_path / "cards"
+    folder.mkdir()
+    (folder / "serve_prefill_first_8192.json.gz").write_bytes(b"somebody's")
+    (folder / "serve_mine.json.gz").write_bytes(b"mine")
+    record._part("serve", folder, str(tmp_path / "a.json"))
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "serve.json", "serve_mine.json.gz", "serve_mixed_1024.json.gz", "serve_prefill_first_8192.json.gz", "serve_prefill_first_9000.json.gz",
+    ]  # fmt: skip
+    assert (folder / "serve_prefill_first_8192.json.gz").read_bytes() == b"somebody's"
+    for name in ("mixed_1024", "prefill_first_9000"):
+        assert Run.load(folder / f"serve_{name}.json.gz").meta["source"] == "RECORDED a card 2026-01-02"
+    command = json.loads((folder / "serve.json").read_text())["command"]
+    assert command == ["record", "cards", "--trace", "a.json", "--only", "serve"]
+    monkeypatch.setitem(record.PARTS, "kernels", lambda folder, trace: {"command": record.sys.argv[1:]})
+    record._part("kernels", folder, "")
+    assert json.loads((folder / "kernels.json").read_text())["command"] == ["record", "cards", "--only", "kernels"]
+
+
 def test_serve_without_a_trace_or_peer_says_what_to_give():
     ran = CliRunner().invoke(cli.app, ["bench", "serve"])
     assert ran.exit_code and "give --peer transformers, or --trace" in ran.output + str(ran.exception)

@@ -124,7 +124,7 @@ def kernels(
 
 def record(
     folder: Annotated[Path, typer.Argument(help="Where the files go, e.g. data/recorded/h200.")],
-    trace: Annotated[str | None, typer.Option(help="The trace to serve: a file, or a name from `minichunk workloads` (default: the requests of the recorded Run).")] = None,
+    trace: Annotated[str | None, typer.Option(help="The trace to serve: a file, or a name from `minichunk workloads`. The part serve needs one, the others none.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="kernels, steps, free_lunch, offline, serve (repeatable; default all).")] = None,
 ):  # fmt: skip
     """Makes the measurements of data/recorded again on this GPU: a fresh process each, some minutes each."""

@@ -18,7 +18,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minichunk.paths import data_path
 from minichunk.record import Run
 
 SERVED = "random:llama-3-8b"
@@ -66,15 +65,14 @@ def serve(folder: Path, trace: str) -> dict:
 PARTS = {part.__name__: part for part in (kernels, steps, free_lunch, offline, serve)}
 
 
-def record(folder: Path, trace: str | None = None, parts: list[str] | None = None) -> list[str]:
+def record(folder: Path, trace: str, parts: list[str] | None = None) -> list[str]:
     """Runs the parts (default: all) and returns the names of those that failed; their messages are on stderr.
 
-    trace: what `serve` serves, a file or a name of minichunk.workloads; by default the requests of the recorded Run.
+    trace: what the part `serve` serves, a file or a name of minichunk.workloads; "" where it is not among them.
     """
     for name in parts or []:
         if name not in PARTS:
             raise ValueError(f"no part {name!r}; there are {', '.join(PARTS)}")
-    trace = trace or str(data_path("recorded/h200/serve_mixed_1024.json.gz"))
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in parts or PARTS:
@@ -96,7 +94,7 @@ def _part(name: str, folder: Path, trace: str) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     # what each result says of its command, without anybody's folders
-    sys.argv[1:] = ["record", folder.name, "--trace", Path(trace).name, "--only", name]
+    sys.argv[1:] = ["record", folder.name, *(["--trace", Path(trace).name] if trace else []), "--only", name]
     write_json(PARTS[name](folder, trace), folder / f"{name}.json")
 
 
