@@ -64,6 +64,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ValueError(
             f"device {device}: torch finds no usable CUDA device here; `minichunk doctor` says why, device='cpu' works"
         )
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"device {device}: kernels and graphs run on the current CUDA device, which is {torch.cuda.current_device()}; choose "
+            f"the card with CUDA_VISIBLE_DEVICES={device.index} and device='cuda'"
+        )
     return device
 
 

@@ -386,3 +386,7 @@ def test_what_is_not_on_this_machine_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no usable CUDA device here; `minichunk doctor` says why"):
         Engine("tiny", device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match="device cuda:1: .* CUDA_VISIBLE_DEVICES=1 and device='cuda'"):
+        Engine("tiny", device="cuda:1")

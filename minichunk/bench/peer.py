@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -154,7 +153,7 @@ def _one_side(side: str, spec: dict) -> dict:
     torch.set_num_threads(spec["threads"])
     tokens, seconds, more = {"minichunk": _minichunk, "transformers": _transformers}[side](spec)
     count = sum(map(len, tokens))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = _peak_bytes()
     return {
         "seconds": seconds,
         "output_tokens": count,
@@ -163,6 +162,15 @@ def _one_side(side: str, spec: dict) -> dict:
         "tokens": tokens,
         **more,
     }
+
+
+def _peak_bytes() -> int | None:
+    """The most memory this process ever held; None on Windows, which does not count it this way."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def write_json(result: dict, path: Path | None) -> None:
