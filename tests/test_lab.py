@@ -765,3 +765,19 @@ def test_a_refused_plan_ends_the_cell_with_the_refusal_alone():
 
     with pytest.raises(lab.WrongAnswer, match="PlanRefused: .*budget"):
         lab.rush_hour(lab.engine("tiny", policy=greedy, max_batch_tokens=64, chunk_size=1000, num_blocks=400))
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ([1, 2], "list(x)"),
+        ([(1, 2)], "list(x)"),
+        ([(1, [2])], "copy.deepcopy(x)"),
+        ([[1]], "copy.deepcopy(x)"),
+        ({1}, "set(x)"),
+    ],
+)
+def test_the_copy_that_a_learner_is_told_to_make_is_deep_enough(value, said):
+    from minichunk.lab.checks.shared import copy_of
+
+    assert copy_of("x", value) == said

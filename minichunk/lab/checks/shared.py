@@ -109,11 +109,16 @@ def snapshot(value: Any) -> Any:
     return "itself", (value,)
 
 
+def _holds_what_changes(value: Any) -> bool:
+    """A list, dict, set or array, or a tuple with one in it."""
+    if isinstance(value, tuple):
+        return any(map(_holds_what_changes, value))
+    return isinstance(value, list | dict | set) or is_array(value)
+
+
 def copy_of(name: str, value: Any) -> str:
     """The expression that copies an argument."""
     if is_array(value):
         return f"{name}.clone()" if hasattr(value, "clone") else f"{name}.copy()"
-    flat = isinstance(value, list | dict | set) and not any(
-        isinstance(v, list | dict | set) or is_array(v) for v in value
-    )
+    flat = isinstance(value, list | dict | set) and not any(map(_holds_what_changes, value))
     return f"{type(value).__name__}({name})" if flat else f"copy.deepcopy({name})"
