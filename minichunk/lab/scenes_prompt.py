@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -215,17 +216,20 @@ def split_times(
     chunks: Sequence[int], prompt: int = 512, repeats: int = 3, model: str = "smollm2"
 ) -> dict[int, list[list[float]]]:
     """{chunk size: for each repeat the milliseconds of every step} of a prompt of so many tokens, alone in the engine.
-    The sizes take turns, so that a slow second hits all of them; each engine warms up on the first 16 tokens."""
+    The sizes take turns, so that a slow second hits all of them; each engine has warmed up on 16 tokens and keeps no prefix."""
     tokens = chat_ids(document(), model)
     tokens = (tokens * (prompt // len(tokens) + 1))[:prompt]
     times: dict[int, list[list[float]]] = {chunk: [] for chunk in chunks}
-    for _ in range(repeats):
-        for chunk, found in times.items():
-            with engine(model, max_batch_tokens=chunk) as made:
-                made.generate(tokens[:16], SamplingParams(max_tokens=1))
-                warm = len(made.run.steps)
-                made.generate(tokens, SamplingParams(max_tokens=1))
-                found.append([step.duration * 1e3 for step in made.run.steps[warm:]])
+    params = SamplingParams(max_tokens=1)
+    with ExitStack() as opened:
+        engines = {n: opened.enter_context(engine(model, max_batch_tokens=n)) for n in chunks}
+        for made in engines.values():
+            made.generate(tokens[:16], params)
+        for _ in range(repeats):
+            for chunk, made in engines.items():
+                before = len(made.run.steps)
+                made.generate(tokens, params)
+                times[chunk].append([step.duration * 1e3 for step in made.run.steps[before:]])
     return times
 
 
