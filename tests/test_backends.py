@@ -90,7 +90,7 @@ def test_fa3_is_for_hopper(monkeypatch):
         (300, torch.bfloat16, spec(), (9, 0), "block_size=512"),
         (256, torch.float16, spec(), (9, 0), "tested here in bfloat16, not torch.float16"),
         (256, torch.bfloat16, spec(head_dim=96), (9, 0), r"layer 0.*\(64, 128\).*96"),
-        (256, torch.bfloat16, spec(has_sinks=True), (9, 0), "no sinks"),
+        (256, torch.bfloat16, spec(has_sinks=True), (9, 0), "flash_attn takes no sinks"),
         (256, torch.bfloat16, spec(), (7, 5), "8.0 or above, this card has 7.5"),
         (256, torch.bfloat16, spec(), (9, 0), "flash_attn is not installed"),
     ],

@@ -33,6 +33,18 @@ class LayerSpec:
     has_sinks: bool = False  # a learnt score per head that takes part in the softmax and carries no value
 
 
+def refuse_layers(name: str, layers: list[LayerSpec], head_dims: tuple[int, ...]) -> None:
+    """Raises Unsupported for the first layer with another head size, with values of another size than its keys, or with sinks."""
+    for i, layer in enumerate(layers):
+        if layer.head_dim not in head_dims or layer.value_dim != layer.head_dim:
+            raise Unsupported(
+                f"layer {i}: {name} serves head sizes {head_dims} here, not keys of size {layer.head_dim} and values of "
+                f"size {layer.value_dim}: use attention='triton'"
+            )
+        if layer.has_sinks:
+            raise Unsupported(f"layer {i}: {name} takes no sinks here: use attention='triton'")
+
+
 @dataclass(slots=True)
 class StepMeta:
     """The integers of a PackedBatch on the device. `host` is the batch itself, for planning in numpy.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minichunk.attention.base import LayerSpec, StepMeta, Unsupported
+from minichunk.attention.base import LayerSpec, StepMeta, Unsupported, refuse_layers
 from minichunk.attention.torch_backend import append_kv
 from minichunk.attention.trial import rows_only, trial
 
@@ -46,14 +46,7 @@ class FlashAttention:
             )
         if dtype != torch.bfloat16:
             raise Unsupported(f"flash_attn is tested here in bfloat16, not {dtype}: use attention='triton'")
-        for i, layer in enumerate(layers):
-            if layer.head_dim not in HEAD_DIMS or layer.value_dim != layer.head_dim:
-                raise Unsupported(
-                    f"layer {i}: flash_attn serves head sizes {HEAD_DIMS} here, not keys of size "
-                    f"{layer.head_dim} and values of size {layer.value_dim}: use attention='triton'"
-                )
-            if layer.has_sinks:
-                raise Unsupported(f"layer {i}: flash_attn 2 has no sinks: use attention='triton'")
+        refuse_layers("flash_attn", layers, HEAD_DIMS)
         try:
             import flash_attn  # noqa: F401
         except ModuleNotFoundError as error:

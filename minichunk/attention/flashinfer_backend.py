@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minichunk.attention.base import LayerSpec, StepMeta, Unsupported
+from minichunk.attention.base import LayerSpec, StepMeta, Unsupported, refuse_layers
 from minichunk.attention.trial import rows_only, trial
 from minichunk.cuda_tools import driver_cuda, nvcc, nvcc_cuda
 from minichunk.packing import PackedBatch
@@ -100,16 +100,10 @@ class FlashInferAttention:
             raise Unsupported(f"flashinfer serves float16 and bfloat16, not {dtype}: use attention='triton'")
         if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
             raise Unsupported("flashinfer needs compute capability 8.0 for bfloat16: use dtype='float16'")
-        for i, layer in enumerate(layers):
-            if layer.head_dim not in HEAD_DIMS or layer.value_dim != layer.head_dim:
-                raise Unsupported(
-                    f"layer {i}: flashinfer serves head sizes {HEAD_DIMS} here, not keys of size "
-                    f"{layer.head_dim} and values of size {layer.value_dim}: use attention='triton'"
-                )
-            if layer.has_sinks:
-                raise Unsupported(f"layer {i}: flashinfer's wrappers take no sinks here: use attention='triton'")
-            if self.path == "batch" and layer.sliding_window is not None:
-                raise Unsupported(f"layer {i}: BatchAttention has no sliding window: use path 'split'")
+        refuse_layers("flashinfer", layers, HEAD_DIMS)
+        windowed = [i for i, layer in enumerate(layers) if layer.sliding_window is not None]
+        if self.path == "batch" and windowed:
+            raise Unsupported(f"layer {windowed[0]}: BatchAttention has no sliding window: use path 'split'")
         self._specs, self._dtype, self._device = list(dict.fromkeys(layers)), dtype, device
         self._wrappers, self._space = {}, torch.empty(workspace_bytes(layers, device), dtype=torch.uint8, device=device)
         trial(self, layers, block_size, dtype, device)

@@ -1,7 +1,7 @@
 """Serving under load: a trace's arrivals replayed in real time, per policy and budget: TTFT, TBT, stalls, throughput.
 
-Every replay has an engine of its own, warmed up. Its Run can be kept: for the scrubber, for the simulator's replay, and
-as a trace, since `workloads.read` takes a Run too.
+Every replay has an engine of its own, warmed up. Its Run can be kept: for the scrubber, and as
+a trace, since `workloads.read` takes a Run too.
 """
 
 from __future__ import annotations

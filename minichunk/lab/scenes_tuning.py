@@ -42,7 +42,7 @@ def serve(policy: str | Policy | Callable = "mixed", budget: int | None = 512, b
 
 
 def measured(card: str = "h200") -> list[dict]:
-    """What `minichunk record` measured on this card under 480 of Azure's conversations, 16 a second, on Llama-3-8B's shape: a
+    """What `minichunk record` measured on this card under 480 of Azure's conversations, 17 a second, on Llama-3-8B's shape: a
     row a policy and budget, by policy and budget, times in ms. Raises FileNotFoundError where nothing is recorded."""
     rows = json.loads(data_path(f"recorded/{card}/serve.json").read_text(encoding="utf-8"))["rows"]
     ours = [row for row in rows if row["mixed_share"] is not None]  # without the peer

@@ -201,7 +201,7 @@ for block_size in (16, 256):
 """
 ## On a card, with a clock
 
-All this was computed. The engine itself served the same sort of people on an H200: 480 of Azure's conversations, 16 a
+All this was computed. The engine itself served the same sort of people on an H200: 480 of Azure's conversations, 17 a
 second, Llama-3-8B's shape (docs/serving.md). TBT goes the same way. TTFT gains from 512 to 1,024 and no more: at 8,192
 both sorts of people wait longer, so that point is beaten. `prefill_first` runs whole prompts, in steps of their own.
 """
